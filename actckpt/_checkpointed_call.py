@@ -37,14 +37,16 @@ def checkpoint_call(
     *,
     input_hooks: torch_private.Hooks | None = None,
     inside: Inside = _PLAIN,
+    is_eager: bool = False,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
         inside: what is taken down of what runs in the region, and how its operators are named.
+        is_eager: it is not traced, even if something is compiled, perhaps in another thread.
     """
-    if torch.compiler.is_compiling():
+    if not is_eager and torch.compiler.is_compiling():
         return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
     policy = options.policy
     if options.use_reentrant or policy is not None or options.determinism_check != "default" or NEWER_KEYWORDS:
@@ -92,7 +94,7 @@ def _checkpoint_in_compiled_code(
         torch_private.graph_break(why)
     else:
         return compiled_checkpoint(function, args, kwargs, options)
-    return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks)
+    return _checkpoint_eagerly(function, args, kwargs, options, input_hooks=input_hooks, is_eager=True)
 
 
 def _replayed(

@@ -214,6 +214,7 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     forwards = forwards_in(chosen)
     count_calls(model, forwards.values())
     for forward in forwards.values():
+        forward.run_around_compiled()
         forward.together.plan, forward.together.policy = plan, "policy=<a plan>"
     if (found := warns_of_larger(plan)) is not None:
         block, size = found

@@ -165,6 +165,9 @@ class LiveStorages(ObservingMode):
         _resize_watch.remove(self._note_resize)
         for _ in self._parameters:
             self._hooks.pop().remove()
+        self._leave_stack(*exc_info)
+
+    def _leave_stack(self, *exc_info: Any) -> None:
         num_modes = torch_private.num_dispatch_modes()
         if num_modes and torch_private.dispatch_mode_at(num_modes - 1) is self:
             super().__exit__(*exc_info)  # type: ignore[no-untyped-call]

@@ -118,7 +118,7 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
             forward.together.training.close()
         if forward.replaced is not None:
             module.forward = forward.replaced
-        if forward.compiled is not None:
+        if forward.stands_before(module._compiled_call_impl):
             module._compiled_call_impl = forward.compiled
 
 
@@ -215,13 +215,22 @@ class CheckpointedForward:
     def run_around_compiled(self) -> bool:
         """Run around what `block.compile()` made, and not inside of it; return whether that is new."""
         compiled = self.block._compiled_call_impl
-        if compiled is None or compiled == self._compiled:
+        if self.stands_before(compiled):
             return False
-        self.compiled, self.block._compiled_call_impl = compiled, self._compiled
-        return True
+        before, self.compiled = self.compiled, compiled
+        if compiled is not None:
+            self.block._compiled_call_impl = self._compiled
+        return compiled is not before
+
+    def stands_before(self, compiled: object) -> bool:
+        """Return whether what a block calls in place of its forward is this, which calls what was compiled."""
+        return compiled == self._compiled
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        return self._called(args, kwargs, sys._getframe(1))
+        if torch.compiler.is_exporting():
+            assert self.compiled is not None
+            return self.compiled(*args, **kwargs)
+        return self._called(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType | None) -> Any:
         self.has_run = True

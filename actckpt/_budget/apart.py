@@ -78,7 +78,8 @@ def set_apart(
     try:
         for module in modules:
             lent.replace_in(module)
-        with _without_outer_hooks(), _without_cached_casts():
+        casts = _without_cached_casts() if torch_private.any_autocast_enabled() else contextlib.nullcontext()
+        with _without_outer_hooks(), casts:
             yield _with_tensors(arguments, lent.lend), lent.leaves
     finally:
         structure.swap_in()

@@ -46,6 +46,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.apart import attributes_of, counts_calls, holds_input
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
+from actckpt._budget.compiled_blocks import is_compiled, run_compiled
 from actckpt._budget.draws import Draws
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
@@ -133,11 +134,12 @@ class Profiler:
     ) -> tuple[Any, ProfiledBlock | None]:
         inputs = held_inputs(forward, args, kwargs, None)
         before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
+        run = run_compiled if is_compiled(block) else run_recorded
         with self._step():
-            result, structure = run_recorded(forward, args, kwargs, argument, offloads=self._offloads)
+            result, structure = run(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = draws.unrestored(block, structure.generators.values())
         inputs.forward_done()
-        if structure.kept_compiled:
+        if structure.is_measured_later:
             return result, None
         check_units(name, structure)
         call = BlockCall(name, block, forward, (args, kwargs), structure)
@@ -315,11 +317,7 @@ def _replaying(values: tuple[Value, ...]) -> list[Policy]:
 
 
 def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
-    """Return a policy that offloads the smallest of these values, and keeps the others; empty where none may go.
-
-    Args:
-        values: by their places.
-    """
+    """Return a policy, by places, that offloads the smallest values and keeps the others; empty where none may go."""
     may = sorted((v for v in values if v.offloadable and v.name != BLOCK_INPUT), key=lambda value: value.nbytes)
     total = itertools.accumulate(value.nbytes for value in may)
     some = {value.name for value, nbytes in zip(may, total, strict=True) if value is may[0] or nbytes <= _MOVED_BYTES}

@@ -51,7 +51,13 @@ from actckpt._text.places import Place
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
-__all__ = ["BlockStructure", "held_elsewhere", "is_cast_of_parameter", "operator_seconds", "run_recorded"]
+__all__ = [
+    "BlockStructure",
+    "held_elsewhere",
+    "is_cast_of_parameter",
+    "operator_seconds",
+    "run_recorded",
+]
 
 
 @dataclasses.dataclass
@@ -96,14 +102,14 @@ class BlockStructure:
         self._made: list[_Made] = []
         #: Storages from outside that operators of the block wrote to, by id.
         self.written: dict[int, torch.UntypedStorage] = {}
-        #: Whether what compiled code made was kept. From the next call on the block runs again.
-        self.kept_compiled = False
+        #: Whether only its next call shows what it costs: compiled code runs for the first time, or was kept this time.
+        self.is_measured_later = False
         #: Generators that its operators were given, by id.
         self.generators: dict[int, torch.Generator] = {}
 
     def note_compiled(self) -> None:
-        """What compiled code made was kept."""
-        self.kept_compiled = True
+        """What compiled code made was kept. From the next call on the block runs again."""
+        self.is_measured_later = True
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
         """Take down what autograd saves; a policy that recomputes everything."""

@@ -5,9 +5,10 @@ NOTE [ The meter of a CPU ]
 1. A CPU has no allocator that counts, so a dispatch mode counts live storages. It stays on the mode stack from the
    first forward of a cycle to the end of its last backward, and sits at the bottom of the stack: a mode that the
    program enters and leaves in between pops itself, not the meter.
-2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. A meter
-   that ends there counts nothing more; `sweep` removes it where no backward runs: at the next forward of a model with a
-   budget, at the next step of an optimizer, when the budget is removed, and when its thread ends.
+2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. Nor inside
+   `inference_mode`, which puts back at its end that there are modes. A meter that ends there counts nothing more;
+   `sweep` removes it elsewhere: at the next forward of a model with a budget, at the next step of an optimizer, when
+   the budget is removed, and when its thread ends.
 3. Checksums of audits are not counted. They take up to 512 KiB in cycles that are audited.
 4. The meter sees operators of its own thread and of the engine's threads that serve it. Storages that compiled code
    allocates inside, workspaces of kernels and storages of other threads are not counted.
@@ -154,6 +155,10 @@ class _ModeMeter(LiveStorages):
         self.reset_peak()
         return live_bytes, max(live_bytes, peak_bytes)
 
+    def _leave_stack(self, *exc_info: Any) -> None:
+        if not torch.is_inference_mode_enabled():
+            super()._leave_stack(*exc_info)
+
     def end(self) -> None:
         if self.is_counting:
             self.is_counting = False
@@ -168,6 +173,8 @@ class _Entered:
         self.meters: list[_ModeMeter] = []
 
     def sweep(self) -> None:
+        if torch.is_inference_mode_enabled():
+            return
         ended = [meter for meter in self.meters if not meter.is_counting]
         self.meters = [meter for meter in self.meters if meter.is_counting]
         for meter in ended:
