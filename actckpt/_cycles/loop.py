@@ -4,11 +4,11 @@ NOTE [ The loop ]
 
 1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
-   (evaluation, generation) are no part of a cycle. Where the program calls parts of the model, and never the model
-   itself, each outermost call of a part is a forward.
+   (evaluation, generation) are no part of a cycle. Once a block ran outside of every forward, outermost calls of parts
+   of the model are forwards, too.
 2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
    share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
-   notes the peak of each segment (`timeline`).
+   notes the peak of each segment (`timeline`). Compiled blocks run once before they are measured.
 3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. Where the
    budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
    most. The fastest plan that fits stays (stage *fit*).
