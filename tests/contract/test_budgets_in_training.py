@@ -307,7 +307,7 @@ def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budge
         on_infeasible="raise",
     )
     peaks = []
-    for num_alive in (1, 1, 2, 2, 2, 2):
+    for num_alive in (1, 1, 2, 2, 2, 2, 2):
         model.zero_grad()
         with LiveStorages(parameters=model.parameters()) as live:
             losses = [model(tokens).float().square().mean() for _ in range(num_alive)]
@@ -319,8 +319,8 @@ def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budge
     if on_device.device_type != "cpu":  # a plan is one of each forward
         assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.02)
         return
-    audit = 16 * 2**15  # of a plan that runs for the first time
-    assert peaks[-2] <= plan.budget_bytes + audit and peaks[-1] <= plan.budget_bytes
+    audit = 16 * 2**15  # of a plan that runs for the first time, corrected or not
+    assert max(peaks[-3:-1]) <= plan.budget_bytes + audit and peaks[-1] <= plan.budget_bytes
     assert plan.budget_bytes <= 1.41 * plain
 
 

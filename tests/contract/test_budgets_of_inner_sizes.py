@@ -350,9 +350,10 @@ def test_numbers_and_texts_are_data_and_make_no_plans_of_their_own() -> None:
     actckpt.apply(model, activation_budget="60%", race=False, on_infeasible="raise")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plans = set()
+        plans = []
         for step in range(20):
             absent = {"absent": None} if step % 2 else {}
             model(torch.randn(64, 64), step, f"sample {step}", 1.0 / (step + 1), **absent).sum().backward()
-            plans.add(id(actckpt.report(model).plan))
-    assert len(plans) == 2  # none, and one
+            plans.append(actckpt.report(model).plan)
+    # A cycle is measured, and a plan is corrected three times at most.
+    assert plans[0] is None and plans[5] is not None and all(plan is plans[5] for plan in plans[5:])
