@@ -12,14 +12,15 @@ from torch import Tensor
 from actckpt._budget.structure import BlockStructure
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import modes
+from actckpt._core.storages import tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._replay.audit import site_of_call
 
 __all__ = ["is_compiled", "run_compiled"]
 
 _AGAIN = CheckpointOptions(policy="recompute")
-#: What `torch.compile` returned and has run.
-_have_run = weakref.WeakSet[Callable[..., Any]]()
+#: What `torch.compile` returned and has run, with the shapes that it was given where these matter.
+_have_run = weakref.WeakKeyDictionary[Callable[..., Any], set[tuple[torch.Size, ...]]]()
 
 
 def is_compiled(block: torch.nn.Module) -> bool:
@@ -35,12 +36,18 @@ def run_compiled(
     *,
     offloads: bool,
 ) -> tuple[Any, BlockStructure]:
-    """Run the forward of a compiled block once, as `run_recorded` runs others. Its first call compiles."""
+    """Run the forward of a compiled block once, as `run_recorded` runs others.
+
+    The first call compiles. Below a mode, that fails with DistributedDataParallel, for each new shape.
+    """
     structure = BlockStructure(argument, offloads=offloads)
     site_of_call(forward, args, kwargs).is_rerun = True  # under each policy
-    if forward in _have_run:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    shapes = tuple(tensor.shape for tensor in tensors_in((args, kwargs))) if is_distributed else ()
+    known = _have_run.setdefault(forward, set())
+    if shapes in known:
         return checkpoint_call(forward, args, kwargs, _AGAIN), structure
-    _have_run.add(forward)
+    known.add(shapes)
     structure.is_measured_later = True
-    with modes.without_own():  # below modes, DistributedDataParallel's compiler fails
+    with modes.without_own():
         return checkpoint_call(forward, args, kwargs, _AGAIN), structure

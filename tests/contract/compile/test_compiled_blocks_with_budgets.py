@@ -139,6 +139,31 @@ def test_what_is_compiled_last_stays_when_the_budget_is_removed() -> None:
     assert training.num_eager == 1
 
 
+@pytest.fixture
+def _group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.usefixtures("_group")
+def test_data_parallel_models_train_with_inputs_of_several_sizes(way: str) -> None:
+    gradients = []
+    for has_budget in (False, True):
+        training = _Training(way)
+        if has_budget:
+            training.apply()
+        training.model = nn.parallel.DistributedDataParallel(training.model)
+        gradients.append([])
+        for rows in (64, 64, 64, 96, 96, 96, 48):
+            training.x = torch.linspace(-1, 1, rows * 16).view(rows, 16).requires_grad_()
+            gradients[-1].append([found for found in training.gradients() if found is not None])
+        assert training.num_eager == 0
+        torch._dynamo.reset()
+    assert_equal(*gradients)
+
+
 def test_a_checkpoint_runs_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     block, x = _Block(), torch.randn(4, 16)
     expected = torch.autograd.grad(block(x).sum(), [*block.parameters()])
