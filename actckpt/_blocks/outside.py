@@ -68,9 +68,7 @@ class OutsideModules:
             self._calls.append(_Call(name, self._storages.num_made))
 
         def ends(_: torch.nn.Module, __: object, result: Any) -> None:
-            call = next((call for call in reversed(self._calls) if call.name == name), None)
-            if call is None:  # a block by itself: its call is the forward, and has begun
-                self._calls.append(call := _Call(name, self._begin))
+            call = next(call for call in reversed(self._calls) if call.name == name)
             call.end = self._storages.num_made
             call.results = [weakref.ref(storage) for storage in storages_of(list(tensors_in(result)))]
 

@@ -22,6 +22,11 @@ __all__ = ["AppliedBlocks"]
 _MAX_NAMES = 5
 #: Of so many plans the recorded step is held.
 _MAX_RECORDINGS = 8
+_NEVER_CALLED = (
+    "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
+    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
+)
+
 _UNPLANNED = (
     "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
     "whose length depends on the data. It is recomputed, and {}. Pass a smaller budget, or let all blocks run in the "
@@ -48,6 +53,8 @@ class Block(Protocol):
 class Training(Protocol):
     """Finds a plan for blocks while their model trains."""
 
+    is_called: bool
+
     @property
     def plan(self) -> Plan | None:
         """The plan that a report shows; None: not made yet."""
@@ -61,11 +68,8 @@ class Training(Protocol):
         """Why there is none: no plan fits; empty: not known."""
 
     @property
-    def is_running(self) -> bool:
-        """Whether a forward runs that the plan is for, or a backward in this thread."""
-
-    def follow_parts(self) -> None:
-        """Plan for calls of parts of the model, too."""
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the next plan has it."""
@@ -85,8 +89,6 @@ class AppliedBlocks:
         #: Modules around blocks with a flag of another library's checkpointing; empty where they are not known.
         self.holders: list[weakref.ref[torch.nn.Module]] = []
         self.is_checked = False
-        #: Whether a block ran outside of the forwards that the plan is for.
-        self._runs_outside = False
         #: Whether calls go through `watched`: up to a backward in the first step, and in the one after each report.
         self.is_watching = True
         #: Which operators that the policy names ran in any of them.
@@ -214,7 +216,6 @@ class AppliedBlocks:
         """Run a block and take down what it saves; as soon as backward comes to it, the blocks are checked."""
         if not torch.is_grad_enabled():
             return forward.run(args, kwargs, None)
-        self._runs_outside |= self.training is not None and not self.training.is_running
         self._choose_recording(self._plan if self.training is None else self.training.running_plan)
         with self.recording.begin(forward, forward.block) as record:
             result = forward.run(args, kwargs, record)
@@ -226,12 +227,12 @@ class AppliedBlocks:
 
     def _check(self) -> None:
         self.is_watching = False
-        if self.training is not None and self._runs_outside:
-            self.training.follow_parts()
         if self.is_checked:
             return
         self.is_checked = True
         self.matches.end("apply: the blocks")
+        if self.training is not None and not self.training.is_called:
+            warn_user(_NEVER_CALLED.format(self.training.model_name))
         self.tell_idle()
 
     def tell_idle(self) -> None:

@@ -20,21 +20,15 @@ class CycleKeys:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._parameters: dict[str, list[weakref.ref[torch.nn.Parameter]]] = {}
+        self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
 
     def has_gradients(self) -> bool:
         """Return whether gradients of parameters exist."""
-        own = self._own("", self._model)
-        return any(found is not None and found.grad is not None for ref in own for found in (ref(),))
+        return any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
 
-    def forward(self, name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
-        """Return what a forward's share of a plan depends on.
-
-        Args:
-            name: of the module whose call it is: the model, or a part of it.
-        """
-        own = self._own(name, module)
-        trained = bytes(found is None or found.requires_grad for ref in own for found in (ref(),))
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
+        """Return what a forward's share of a plan depends on."""
+        trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
         tensors = tuple(
             (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
             for tensor in tensors_in((args, kwargs))
@@ -44,9 +38,9 @@ class CycleKeys:
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         device = device_of(self._model)
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        return ForwardKey((name, device, module.training, autocast, keywords, frozenset(flags)), trained, tensors)
+        return ForwardKey((device, self._model.training, autocast, trained, keywords, frozenset(flags)), tensors)
 
-    def _own(self, name: str, module: torch.nn.Module) -> list[weakref.ref[torch.nn.Parameter]]:
-        if name not in self._parameters:
-            self._parameters[name] = [weakref.ref(parameter) for parameter in module.parameters()]
-        return self._parameters[name]
+    def _own(self) -> list[weakref.ref[torch.nn.Parameter]]:
+        if self._parameters is None:
+            self._parameters = [weakref.ref(parameter) for parameter in self._model.parameters()]
+        return self._parameters

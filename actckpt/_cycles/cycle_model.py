@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from actckpt._budget.class_names import with_block_names
-from actckpt._cycles.inner_sizes import most_given
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.timeline import Cycle, Segment, SegmentKey
 from actckpt.planner import costs as planner_costs
@@ -50,10 +49,6 @@ class CycleModel:
     def __init__(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
         self.calls = tuple(cycle.calls)
         self.blocks = tuple(blocks)
-        #: Per forward and block, the most bytes of each tensor that it was given.
-        self.given: dict[int, dict[str, tuple[float, ...]]] = {}
-        for (forward, name), nbytes in most_given(cycle.calls).items():
-            self.given.setdefault(forward, {})[name] = nbytes
         self.made_outside = cycle.made_outside
         #: Calls that did nothing when they were measured.
         self.idle = cycle.idle_calls()

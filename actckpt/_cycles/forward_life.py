@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 
 from actckpt import _C
 from actckpt._core import torch_private
-from actckpt._cycles.timeline import Cycle
 
-__all__ = ["Forward", "ForwardLife", "Held"]
+__all__ = ["ForwardLife", "Held"]
 
 
 class Held:
@@ -77,11 +75,3 @@ class ForwardLife:
         if not self._is_over:
             self._is_over = True
             self._gone(self._is_read)
-
-
-class Forward(NamedTuple):
-    """A forward of a cycle."""
-
-    cycle: Cycle
-    number: int
-    life: ForwardLife

@@ -14,11 +14,12 @@ from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
+from actckpt._budget.running import RECOMPUTE
 from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
 from actckpt._cycles.excesses import Excesses
 from actckpt._cycles.forward_settings import settings_per_forward
-from actckpt._cycles.inner_sizes import LargestCalls, is_larger, total_given
+from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
@@ -166,7 +167,7 @@ class Kind:
         if self.is_measured_now:
             self._measured_keys.append(key)
         if self.running_plan is None:
-            return {}
+            return dict.fromkeys(self._forwards, RECOMPUTE)
         is_known = number < min(len(self._settings), len(self._forward_keys)) and self._forward_keys[number].holds(key)
         return self._settings[number] if is_known else None
 
@@ -199,7 +200,8 @@ class Kind:
 
     def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
         """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
-        return {} if self._model is None else self._model.given.get(number, {})
+        given = {} if self._model is None else most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
 
     def grew(self, call: Call) -> bool:
         """A block was given more than that; return whether one of the next cycles is measured."""

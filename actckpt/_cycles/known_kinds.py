@@ -16,8 +16,6 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-
 from actckpt._cycles.kinds import Kind
 
 __all__ = ["CycleKey", "ForwardKey", "Found", "KnownKinds"]
@@ -29,26 +27,19 @@ _OWN_PLANS, _MOST_PLANS = 16, 64
 class ForwardKey(NamedTuple):
     """What a forward's share of a plan depends on."""
 
-    #: Which part of the model, device, mode, autocast, and arguments that are no tensors.
+    #: Device, mode, autocast, what is trained, and arguments that are no tensors.
     flags: Any
-    #: Of each parameter, whether it is trained.
-    trained: bytes
-    #: Of each tensor among the arguments: its shape, its dtype, and whether it needs a gradient.
-    tensors: tuple[tuple[tuple[int, ...], tuple[torch.dtype, bool]], ...]
+    #: Of each tensor among the arguments: its shape, and whatever else.
+    tensors: tuple[tuple[tuple[int, ...], Any], ...]
 
     def holds(self, other: ForwardKey) -> bool:
         """Return whether another forward is in no dimension larger, and else the same."""
-        if self[:2] != other[:2] or len(self.tensors) != len(other.tensors):
+        if self.flags != other.flags or len(self.tensors) != len(other.tensors):
             return False
         return all(
             kind == other_kind and len(shape) == len(smaller) and all(map(operator.ge, shape, smaller))
             for (shape, kind), (smaller, other_kind) in zip(self.tensors, other.tensors, strict=True)
         )
-
-    @property
-    def has_graph(self) -> bool:
-        """Whether parameters or arguments need gradients."""
-        return any(self.trained) or any(needs_gradient for _, (_, needs_gradient) in self.tensors)
 
     @property
     def num_elements(self) -> int:

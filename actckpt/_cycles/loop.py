@@ -4,8 +4,7 @@ NOTE [ The loop ]
 
 1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
-   (evaluation, generation) are no part of a cycle. Once a block ran outside of every forward, outermost calls of parts
-   of the model are forwards, too.
+   (evaluation, generation) are no part of a cycle.
 2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
    share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
    notes the peak of each segment (`timeline`). Compiled blocks run once before they are measured.
@@ -35,19 +34,18 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.links import is_linked, poll
-from actckpt._budget.running import device_of, use_settings
+from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
-from actckpt._cycles.forward_life import Forward, ForwardLife
+from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
-from actckpt._cycles.parts import Part, parts_of
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.warnings import (
     CHECKPOINTED,
@@ -81,8 +79,10 @@ class BudgetLoop:
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
         self._model, self._forwards, self._config = model, forwards, config
         self._start()
-        #: What is watched: the model, and the parts that the program calls instead.
-        self._parts = {model: Part("", model, forwards, self)}
+        self._hooks = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
 
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
@@ -95,18 +95,21 @@ class BudgetLoop:
         self._cycle: Cycle | None = None
         #: Forwards of the cycle that are alive; `_epoch` tells those of cycles that were given up.
         self._num_alive = self._epoch = 0
-        #: Per thread, forwards that have begun and not ended, None for those that are no part of a cycle.
-        self._running: defaultdict[int, list[Forward | None]] = defaultdict(list)
+        #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
+        self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
         self._calls = MeteredCalls(
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
         )
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
-        self._num_unread = self.num_forwards = 0
-        #: How often each block was called, and cycles in which one was.
-        self.num_calls, self.num_cycles = Counter[str](), 0
+        self._num_unread = 0
+        #: How often each block was called.
+        self.num_calls = Counter[str]()
         self._size: PlannedSize | None = None
+        self.num_forwards = 0
+        #: Whether a forward with gradients began.
+        self.is_called = False
 
     def _new_kind(self) -> Kind:
         return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
@@ -118,14 +121,12 @@ class BudgetLoop:
     def __getstate__(self) -> dict[str, Any]:
         # A copy measures anew: its parameters, and with them all that was measured, are others.
         config = self._config.without_optimizers()
-        return {"_model": self._model, "_forwards": self._forwards, "_config": config, "_parts": self._parts}
+        return {"_model": self._model, "_forwards": self._forwards, "_config": config, "_hooks": self._hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
             forward.together.training = self
-        for part in self._parts.values():
-            part.following = self
         self._start()
 
     @property
@@ -149,6 +150,11 @@ class BudgetLoop:
         return 0 if self._kind is None else self._kind.num_trials_left
 
     @property
+    def model_name(self) -> str:
+        """The type of the model, for messages."""
+        return type(self._model).__name__
+
+    @property
     def is_measured(self) -> bool:
         """Whether a cycle of the kind that ran last was measured."""
         return self._kind is not None and self._kind.stage != "measure"
@@ -157,11 +163,6 @@ class BudgetLoop:
     def is_settled(self) -> bool:
         """Whether the kind of cycle that ran last has its plan, and nothing more is tried."""
         return self._kind is not None and self._kind.stage == "settled"
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward runs, or a backward in this thread."""
-        return any([*self._running.values()]) or torch_private.current_graph_task_id() != -1
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan has nothing for; return whether the kind is measured again."""
@@ -189,18 +190,12 @@ class BudgetLoop:
 
     def close(self) -> None:
         """Watch the model no more."""
-        for part in self._parts.values():
-            part.close()
+        for hook in self._hooks:
+            hook.remove()
         self._give_up_cycle()
         sweep()
 
-    def follow_parts(self) -> None:
-        """Take calls of parts of the model for forwards, too. May be called more than once."""
-        if len(self._parts) == 1:
-            self._parts.update((part.module, part) for part in parts_of(self._model, self._forwards, self))
-
-    def begin(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model or of a part begins."""
+    def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
                 warn_compiled()
@@ -219,12 +214,10 @@ class BudgetLoop:
         if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
             use_settings(self._forwards, {})
             return
-        key = self._keys.forward(part.name, part.module, args, kwargs)
-        if part.name and (not key.has_graph or checkpoint_around() is not None):  # frozen, or planned by the program
-            return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
         self._check_unread()
+        self.is_called = True
         cycle = self._cycle
         if cycle is not None and cycle.thread != threading.get_ident():
             if self._is_measuring():
@@ -233,14 +226,16 @@ class BudgetLoop:
         if cycle is not None and cycle.num_forwards >= _MOST_FORWARDS and cycle.num_backwards:
             self._give_up_cycle()
         if self._cycle is None:
-            self._begin_cycle(key)
-        self._begin_forward(part, key, running)
+            self._begin_cycle(args, kwargs)
+        running[-1] = self._cycle
+        self._begin_forward(self._keys.forward(args, kwargs))
 
-    def _begin_cycle(self, forward_key: ForwardKey) -> None:
+    def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        if sum(forward.run_around_compiled() for forward in self._forwards.values()):
+        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
+        if newly_compiled:
             self._kinds = KnownKinds(self._new_kind)
-        key = self._key = CycleKey(accumulates, forward_key)
+        key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
         if kind is None:
@@ -266,46 +261,44 @@ class BudgetLoop:
         for forward in self._forwards.values():
             forward.instead = self._calls.call if is_watched else None
 
-    def _begin_forward(self, part: Part, key: ForwardKey, running: list[Forward | None]) -> None:
+    def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
         assert cycle is not None
-        life = self._calls.life = ForwardLife(functools.partial(self._read, self._epoch, bool(part.name)))
-        running[-1] = Forward(cycle, cycle.num_forwards, life)
         number = cycle.forward_begins()
         self.num_forwards += 1
         self._num_alive += 1
+        self._calls.life = ForwardLife(functools.partial(self._read, self._epoch))
         settings: Mapping[str, Settings] | None = None if kind is None else kind.settings(number, key)
         if settings is None:
-            if not self._config.pins and not cycle.is_void:
+            if not self._config.pins:
                 self._measure_again()
-            use_settings(part.forwards, {})
+            use_settings(self._forwards, dict.fromkeys(self._forwards, RECOMPUTE))
             cycle.is_void = cycle.is_void or not self._is_measuring()
         else:
-            use_settings(part.forwards, settings)
-            self._watch_sizes(number, part)
+            use_settings(self._forwards, settings)
+            self._watch_sizes(number)
 
-    def _watch_sizes(self, number: int, part: Part) -> None:
+    def _watch_sizes(self, number: int) -> None:
         """Compare what blocks are given in a forward that runs a plan with what they were given when measured."""
-        if self._kind is not None and not self._is_measuring():
-            self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
-            for forward in part.forwards.values():
-                forward.planned_size = self._size
+        if self._kind is None or self._is_measuring():
+            return
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        for forward in self._forwards.values():
+            forward.planned_size = self._size
 
     def _is_measuring(self) -> bool:
         return self._cycle is not None and self._kind is not None and self._kind.is_measured_now
 
-    def end(self, result: Any) -> None:
-        """A call of the model or of a part has ended."""
+    def _end(self, _: torch.nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
             return
         running = self._running[threading.get_ident()]
-        forward = running.pop() if running else None  # none where a hook that runs earlier failed
+        cycle = running.pop() if running else None  # none where a hook that runs earlier failed
         if self._size is not None and not running:  # blocks may run outside of their model
             self._size.close()
             self._size = None
-        if forward is None or forward.cycle is not self._cycle:
+        if cycle is None or cycle is not self._cycle:
             return
-        cycle = forward.cycle
         cycle.forward_ends()
         self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
@@ -314,28 +307,31 @@ class BudgetLoop:
         self._leftovers.returned(tensors)
         self._calls.returned(tensors)
         outputs = [tensor for tensor in tensors if tensor.grad_fn is not None]
-        self._calls.life = None
         if outputs:
-            self._follow(forward, outputs)
+            self._follow(outputs)
             return
+        self._calls.life = None
         cycle.is_void = True
         if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._calls.are_trained:
             self._warn(NO_OUTPUTS)
         self._gone(self._epoch)
 
-    def _follow(self, forward: Forward, outputs: list[torch.Tensor]) -> None:
+    def _follow(self, outputs: list[torch.Tensor]) -> None:
         """See which backwards come to a forward, and when its graph is gone."""
-        cycle, number, life = forward
+        cycle, life = self._cycle, self._calls.life
+        assert cycle is not None and life is not None
+        number = cycle.num_forwards - 1
 
         def reached(retains_graph: bool) -> None:
             cycle.backward_reaches(number, torch_private.current_graph_task_id(), retains_graph=retains_graph)
             self._calls.settle(cycle)
 
         life.ends(outputs, reached)
+        self._calls.life = None
 
-    def _read(self, epoch: int, is_part: bool, is_read: bool) -> None:
+    def _read(self, epoch: int, is_read: bool) -> None:
         """The graph of a forward is gone; `is_read`: a backward came to what it returned."""
-        self._num_unread = 0 if is_read else self._num_unread + (not is_part)  # an evaluation may call many parts
+        self._num_unread = 0 if is_read else self._num_unread + 1
         self._gone(epoch)
 
     def _gone(self, epoch: int) -> None:
@@ -346,7 +342,6 @@ class BudgetLoop:
         if self._num_alive == 0:
             cycle = self._cycle
             self.num_calls.update(call.block for call in cycle.calls)
-            self.num_cycles += bool(cycle.calls)
             if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
                 self._warn(COMPILED)
             self._close_cycle()
@@ -381,20 +376,20 @@ class BudgetLoop:
             if torch_private.current_graph_task_id() == -1:
                 sweep()
 
-    def _forget_interrupted(self, running: list[Forward | None]) -> None:
+    def _forget_interrupted(self, running: list[Cycle | None]) -> None:
         """Forget forwards of this thread that were interrupted: no hook ran at their end."""
-        num_outer = max(torch_private.num_calls(self._parts) - 1, 0) if running else 0
+        num_outer = max(torch_private.num_calls(self._model) - 1, 0) if running else 0
         current, ended = self._cycle, running[num_outer:]
         is_empty = current is not None and current.thread == threading.get_ident() and not self._num_alive
-        if is_empty or any(forward is not None and forward.cycle is current for forward in ended):
+        if is_empty or any(cycle is not None and cycle is current for cycle in ended):
             self._give_up_cycle()
         del running[num_outer:]
 
     def _check_unread(self) -> None:
         if self._num_unread >= _MOST_UNREAD:
-            self._warn(UNREAD.format(_MOST_UNREAD, type(self._model).__name__))
+            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warn_user(text.format(type(self._model).__name__))
+            warn_user(text.format(self.model_name))

@@ -42,7 +42,6 @@ def planned(
     outside = OutsideCycles(model, config, device_of(model))
     config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
     loop = BudgetLoop(model, forwards, config)
-    loop.follow_parts()
     try:
         with _explained(checked, model, blocks, state):
             exchanges = Exchanges()
@@ -68,8 +67,9 @@ def planned(
         unpatch(blocks)
         state.put_back()
         flush(device_of(model))
-    assert loop.plan is not None
-    return loop.plan
+    plan = loop.plan
+    assert plan is not None
+    return plan
 
 
 @contextlib.contextmanager
@@ -90,21 +90,16 @@ def _check_calls(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
     """Raise where the one step that ran cannot be planned.
 
     Raises:
-        BlocksError: a block did not run, or ran in several forwards; or forwards and backwards took turns.
+        BlocksError: a block did not run, or ran in several forwards of the model.
     """
     for name in blocks:
         num_calls = loop.num_calls[name]
         if not num_calls or (num_calls > 1 and loop.num_forwards != 1):
             raise BlocksError(
-                f"plan: block {name!r} ran {num_calls} times in the step, and the model, or parts of it, were called "
+                f"plan: block {name!r} ran {num_calls} times in the step, and the model was called "
                 f"{loop.num_forwards} times, expected once. Pass a step with one forward of the model, or other "
                 "blocks=."
             )
-    if loop.num_cycles > 1:
-        raise BlocksError(
-            f"plan: the step runs forward and backward {loop.num_cycles} times in turn, expected once. Pass a step "
-            "with one backward, or pass the budget to actckpt.apply, which plans while the model trains."
-        )
 
 
 def _check_backward(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:

@@ -122,7 +122,7 @@ def test_the_report_has_a_step_of_the_plan() -> None:
     assert "Nothing was recorded" not in str(actckpt.report(other.model))
 
 
-def test_a_part_of_a_model_that_is_called_instead_has_a_plan() -> None:
+def test_a_model_that_is_never_called_itself_is_told_and_its_part_that_is_called_has_a_plan() -> None:
     class Wrapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -130,13 +130,21 @@ def test_a_part_of_a_model_that_is_called_instead_has_a_plan() -> None:
 
     wrapped, x = Wrapped(), torch.randint(16, (8, 32))
     actckpt.apply(wrapped, activation_budget="60%", on_infeasible="raise")
-    with torch.no_grad(), contextlib.suppress(NotImplementedError):
-        wrapped(x)  # is no step
-    for _ in range(3):  # without a warning
+    with pytest.warns(UserWarning, match=r"Wrapped itself was not called.*the part of Wrapped.*Told once") as told:
+        with torch.no_grad(), contextlib.suppress(NotImplementedError):
+            wrapped(x)  # is no step
+        for _ in range(2):
+            wrapped.net(x).square().mean().backward()
+    assert len(told) == 1
+    assert actckpt.report(wrapped).plan is None
+    actckpt.remove(wrapped)
+    actckpt.apply(wrapped.net, activation_budget="60%", on_infeasible="raise")
+    for _ in range(2):  # without a warning
         wrapped.net(x).square().mean().backward()
     assert actckpt.report(wrapped).plan is not None
 
 
+@pytest.mark.filterwarnings("ignore:apply. there is a budget, but Model itself was not called")
 def test_the_report_says_that_there_is_no_plan_yet() -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")

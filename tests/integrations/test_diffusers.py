@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from held import assert_holds_no_more_than_its_own
 from training import assert_equal, train_on
 
 import actckpt
-from actckpt.memory import LiveStorages
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
@@ -79,61 +77,3 @@ def test_twenty_steps_of_a_unet_are_those_of_plain_training(policy: str) -> None
         train_on(model, lambda model=model: model(*inputs).sample.square().mean()) for model in (ours, plain)
     )
     assert_equal(found, expected)
-
-
-def _autoencoder() -> Any:
-    torch.manual_seed(0)
-    return diffusers.AutoencoderKL(
-        block_out_channels=(16, 32),
-        norm_num_groups=8,
-        layers_per_block=2,
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-    )
-
-
-def _encode_and_decode(model: Any, x: torch.Tensor) -> None:
-    model.zero_grad()
-    torch.manual_seed(1)
-    latents = model.encode(x).latent_dist
-    loss = (model.decode(latents.sample()).sample - x).square().mean() + 0.1 * latents.kl().mean()
-    loss.backward()
-
-
-def _decode(model: Any, x: torch.Tensor) -> None:
-    model.zero_grad()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        latents = model.encode(x).latent_dist.sample()
-    (model.decode(latents).sample - x).square().mean().backward()
-
-
-@pytest.mark.parametrize("step", [_encode_and_decode, _decode])
-def test_an_autoencoder_whose_methods_are_called_trains_within_a_budget(step: Any) -> None:
-    x, plain, ours = torch.rand(2, 3, 32, 32), _autoencoder(), _autoencoder()
-    for _ in range(2):
-        with LiveStorages(parameters=plain.parameters()) as live:
-            step(plain, x)
-    budget = int(0.8 * live.peak_bytes)
-    actckpt.apply(ours, activation_budget=budget, race=False, on_infeasible="raise")
-    for number in range(5):
-        with LiveStorages(parameters=ours.parameters()) as live:
-            step(ours, x)
-        assert live.peak_bytes <= 1.001 * budget or number < 3
-        assert_equal(*([each.grad for each in model.parameters() if each.grad is not None] for model in (ours, plain)))
-    assert actckpt.report(ours).plan is not None
-
-
-def test_a_copy_of_the_encoder_of_an_autoencoder_with_a_budget_leaves_the_decoder_out() -> None:
-    x, ours, plain = torch.rand(2, 3, 32, 32), _autoencoder(), _autoencoder().encoder
-    actckpt.apply(ours, activation_budget="80%", race=False)
-    for _ in range(3):
-        _encode_and_decode(ours, x)
-    file = io.BytesIO()
-    torch.save(ours.encoder, file)
-    assert file.tell() < 1.5 * sum(each.nbytes for each in plain.parameters())
-    for encoder in (copy.deepcopy(ours.encoder), torch.load(io.BytesIO(file.getvalue()), weights_only=False)):
-        for each in (encoder, plain):
-            each.zero_grad()
-            each(x).square().mean().backward()
-        assert_equal([each.grad for each in encoder.parameters()], [each.grad for each in plain.parameters()])

@@ -103,13 +103,13 @@ def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
 def test_calls_of_a_module_that_this_thread_is_in_are_counted() -> None:
     class Recursive(torch.nn.Module):
         def forward(self, depth: int) -> list[int]:
-            return [torch_private.num_calls([self]), *(self(depth - 1) if depth else [])]
+            return [torch_private.num_calls(self), *(self(depth - 1) if depth else [])]
 
     module = Recursive()
     assert torch.nn.Sequential(module)(2) == [1, 2, 3]
     module.register_forward_pre_hook(lambda module, _: None)
     assert torch.nn.Sequential(module)(2) == [1, 2, 3]
-    assert torch_private.num_calls([module]) == 0
+    assert torch_private.num_calls(module) == 0
 
 
 def test_the_node_of_a_tensor_is_known_whatever_its_class_says() -> None:
