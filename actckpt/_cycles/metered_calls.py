@@ -106,6 +106,7 @@ class MeteredCalls:
             cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
+            _ = source.grad_fn  # of a view that was written to: torch makes it anew where it is read, not for a hook
             source.register_hook(lambda _: cycle.note("backward ends", number))
         cycle.note("forward begins", number)
         return number

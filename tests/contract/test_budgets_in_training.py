@@ -632,3 +632,25 @@ def test_outputs_that_the_program_holds_in_backward_count(is_held: bool) -> None
     if on_device.device_type != "cpu":
         outputs = {value.name: value.nbytes for value in plan.costs.blocks[0].values}
         assert outputs.get("(outputs)", 0.0) == (8 * 32 * 16 * 4 if is_held else 0.0)
+
+
+def test_a_block_may_be_given_a_view_that_was_written_to() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(8, 8)
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)[:32]
+            h[0] = 0
+            result: torch.Tensor = self.blocks(h)
+            return result
+
+    torch.manual_seed(0)
+    model, x = Masked(), torch.randn(64, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
+    actckpt.apply(model, blocks="blocks.*", activation_budget="1MiB")
+    for _ in range(4):
+        assert_equal(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]), expected)
+    assert actckpt.report(model).plan is not None
