@@ -241,7 +241,6 @@ class Value:
     key: int
     @property
     def was_saved(self) -> bool: ...  # and it is decided what becomes of it
-    is_needed: bool  # a dropped value is replayed from it, or it is one: see `mark_needed`
     #: A collective that runs again made it; and it is such a value, or may be made from one.
     is_repeated: bool
     needs_collective: bool
@@ -367,14 +366,11 @@ class TapeCore:
     #: Storages of the positional arguments, by id. None: leaves go to the hooks outside, as all inputs do.
     argument_storages: set[int] | None
     #: Values that are dropped, but whose bytes stay until the region closes (see `saved_tensor_hooks.close`).
-    #: Values that are dropped, but whose bytes stay until it is decided: NOTE [ Least held ].
     candidates: list[Value]
     #: Calls of modules, None: nobody asks for places.
     calls: Calls | None
     #: Values whose bytes are gone although nothing makes them again.
     num_lost: int
-    #: Of what it holds, added since that was last looked through (csrc/record/unused.h).
-    new_held_bytes: int
     #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
     recompute_bytes: int
     opaque_bytes: int
@@ -459,8 +455,6 @@ def new_leaf_bytes(value: Value, at_most: int) -> int: ...
 def seen_last(value: Value) -> Tensor: ...
 def watch(value: Value) -> bool: ...
 def release_unneeded(tape: TapeCore, /) -> list[Value]: ...
-def kept_of(candidates: list[Value]) -> list[bool]: ...
-def frees_leaves(tape: TapeCore, candidates: list[Value]) -> list[bool]: ...
 def mark_needed(value: Value) -> None: ...
 
 # The engine.

@@ -19,7 +19,6 @@ from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
 from actckpt._replay import (
     aliases,
-    candidates,
     collectives,
     execute,
     opened,
@@ -111,7 +110,6 @@ NAMES: dict[str, Any] = {
     "must_stay": extensions.must_stay,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
-    "is_unshared": torch_private.is_unshared,
     "tell_of_writes": notices.tell_of_writes,
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
@@ -126,7 +124,6 @@ NAMES: dict[str, Any] = {
     "note_wrappers": wrappers.note,
     "hold_indices": routing.hold_indices,
     "begin_audit": saved_tensor_hooks.begin_audit,
-    "decide_candidates": candidates.decide,
     "pack_other": saved_tensor_hooks.pack_other,
     "unpacked_inside": saved_tensor_hooks.unpacked_inside,
     "audited": saved_tensor_hooks.audited,

@@ -294,7 +294,7 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a value that is dropped, although it might have been kept (see `candidates`)."""
+        """Leave the checksums of a value that is dropped, although it might have been kept (see `saved.close`)."""
         for begin in self.late_audits.pop(value, ()):
             begin()
 
@@ -330,7 +330,6 @@ class Tape(TapeCore):
         if not value.needs_collective and new_leaf_bytes(value, value.nbytes) > value.nbytes:
             value.spare = tensor
             self.candidates.append(value)
-            self.new_held_bytes += value.nbytes
         else:
             mark_needed(value)
 

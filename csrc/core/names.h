@@ -153,7 +153,6 @@ namespace actckpt {
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)     /* of a subclass that is made of others */ \
   X(is_tracing) \
-  X(is_unshared)    /* (tensor) -> whether nothing but this object refers to it and to its memory */ \
   X(tell_of_writes) /* (HostStats): some have failed */ \
   X(max_inflight) \
   X(changed_in_place_error) \
@@ -168,7 +167,6 @@ namespace actckpt {
   X(note_wrappers)       /* (tape, arguments) */ \
   X(hold_indices)        /* (tape, operator, args, kwargs or None) */ \
   X(begin_audit)         /* (tape, handle, place, tensor) */ \
-  X(decide_candidates)   /* (tape, is_last) */ \
   X(pack_other)          /* (tape, tensor, value or None) -> what autograd holds */ \
   X(unpacked_inside)     /* (tape, value): before a backward inside of an open region reads it */ \
   X(audited)             /* (handle, tensor) -> tensor */ \

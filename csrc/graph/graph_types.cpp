@@ -198,7 +198,6 @@ PyMemberDef value_members[] = {
     NUMBER(ValueObject, "key", key),
     NUMBER(ValueObject, "last_use", last_use),
     {"was_saved", T_BOOL, offsetof(ValueObject, was_saved), READONLY, nullptr},
-    FLAG(ValueObject, "is_needed", is_needed),
     FLAG(ValueObject, "is_repeated", is_repeated),
     FLAG(ValueObject, "needs_collective", needs_collective),
     FLAG(ValueObject, "is_input", is_input),

@@ -190,9 +190,6 @@ struct TapeObject {
   long long window_bytes;  // most of them; -1: no limit
   long long counted_task;  // see `count_needs`
   long long num_lost;
-  long long held_bytes;      // of `holding` and `candidates`, without parameters, when that was last looked through
-                             // (record/unused.h)
-  long long new_held_bytes;  // added since
   long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
   long long recompute_bytes;
   long long opaque_bytes;

@@ -13,7 +13,6 @@
 #include "record/paused.h"
 #include "record/results.h"
 #include "record/unrecorded.h"
-#include "record/unused.h"
 
 namespace actckpt::replay {
 namespace {
@@ -115,7 +114,6 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       note_wrappers(current.ptr(), args, kwargs);
       Py_RETURN_NOTIMPLEMENTED;
     }
-    release_unused(tape);
     const Overload& overload = overload_of(func);
     if (!is_none(tape->calls) && !overload.is_view) {
       note_operator(tape->calls, overload.op.ptr(), static_cast<std::uint64_t>(tape->structure));

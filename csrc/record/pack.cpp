@@ -6,7 +6,6 @@
 
 #include "core/python.h"
 #include "core/reads.h"
-#include "graph/least_held.h"
 #include "graph/lineage.h"
 #include "graph/window.h"
 #include "offload/handles.h"
@@ -98,18 +97,6 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   });
 }
 
-std::vector<ValueObject*> candidates_in(const py::list& list) {
-  std::vector<ValueObject*> values;
-  for (const py::handle value : list) values.push_back(as_value(value));
-  return values;
-}
-
-py::list as_flags(const std::vector<char>& flags) {
-  py::list list;
-  for (const char flag : flags) list.append(flag != 0);
-  return list;
-}
-
 }  // namespace
 
 void add_pack_functions(py::module_& module) {
@@ -122,10 +109,6 @@ void add_pack_functions(py::module_& module) {
   });
   module.def("new_leaf_bytes",
              [](const py::handle& value, long long at_most) { return new_leaf_bytes(as_value(value), at_most); });
-  module.def("kept_of", [](const py::list& candidates) { return as_flags(kept_of(candidates_in(candidates))); });
-  module.def("frees_leaves", [](const py::handle& tape, const py::list& candidates) {
-    return as_flags(frees_leaves(as_tape(tape), candidates_in(candidates)));
-  });
   module.def("mark_needed", [](const py::handle& value) { mark_needed(as_value(value)); });
 }
 

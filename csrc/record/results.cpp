@@ -73,7 +73,6 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     assign(value->held, tensor);
     value->index = index;
     append(tape->holding, as_object(value));
-    tape->new_held_bytes += value->nbytes;
     if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
     if (step == nullptr || is_opaque || !may_be_dropped(tape) || !is_true(op, names().is_plain)) return;
   }

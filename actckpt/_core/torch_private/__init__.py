@@ -101,7 +101,6 @@ from actckpt._core.torch_private.tensors import (
     FREEING_METHODS,
     exchange_api,
     implementation_of,
-    is_unshared,
     keep_object,
     neg_view,
 )
@@ -157,7 +156,6 @@ __all__ = [
     "is_compiled_function",
     "is_function_mode_enabled",
     "is_tracing",
-    "is_unshared",
     "is_zero_tangent",
     "keep_object",
     "keeps_graph",
