@@ -24,6 +24,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
+from actckpt._core import torch_private
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
 from actckpt._text.listed import listed
@@ -118,8 +119,8 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
             forward.together.training.close()
         if forward.replaced is not None:
             module.forward = forward.replaced
-        if forward.stands_before(module._compiled_call_impl):
-            module._compiled_call_impl = forward.compiled
+        if forward.stands_before(torch_private.call_of_compiled(module)):
+            torch_private.set_call_of_compiled(module, forward.compiled)
 
 
 class _How:
@@ -214,12 +215,12 @@ class CheckpointedForward:
 
     def run_around_compiled(self) -> bool:
         """Run around what `block.compile()` made, and not inside of it; return whether that is new."""
-        compiled = self.block._compiled_call_impl
+        compiled = torch_private.call_of_compiled(self.block)
         if self.stands_before(compiled):
             return False
         before, self.compiled = self.compiled, compiled
         if compiled is not None:
-            self.block._compiled_call_impl = self._compiled
+            torch_private.set_call_of_compiled(self.block, self._compiled)
         return compiled is not before
 
     def stands_before(self, compiled: object) -> bool:

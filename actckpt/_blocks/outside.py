@@ -12,6 +12,7 @@ import torch
 
 from actckpt._blocks.choosing import chosen_blocks
 from actckpt._blocks.finding import has_forward
+from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._text.sizes import format_bytes
 
@@ -72,7 +73,7 @@ class OutsideModules:
             call.end = self._storages.num_made
             call.results = [weakref.ref(storage) for storage in storages_of(list(tensors_in(result)))]
 
-        if module._compiled_call_impl is not None:  # the compiler would trace hooks
+        if torch_private.call_of_compiled(module) is not None:  # the compiler would trace hooks
             self._close += [_called_around(module, begins, ends)]
             return
         hooks = module.register_forward_pre_hook(begins), module.register_forward_hook(ends)
@@ -107,7 +108,8 @@ class OutsideModules:
 
 def _called_around(module: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
     """Call functions before and after a compiled module, as hooks are; return what ends that."""
-    compiled = module._compiled_call_impl
+    compiled = torch_private.call_of_compiled(module)
+    assert compiled is not None
 
     def call(*args: Any, **kwargs: Any) -> Any:
         begins()
@@ -116,9 +118,9 @@ def _called_around(module: Any, begins: Callable[..., None], ends: Callable[...,
         return result
 
     def close() -> None:
-        module._compiled_call_impl = compiled
+        torch_private.set_call_of_compiled(module, compiled)
 
-    module._compiled_call_impl = call
+    torch_private.set_call_of_compiled(module, call)
     return close
 
 

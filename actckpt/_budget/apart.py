@@ -22,7 +22,7 @@ from actckpt._core.training_state import random_state, set_random_state
 __all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart"]
 
 #: What every module has; `forward` or what was compiled stands for the region of the block.
-_NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", "_compiled_call_impl"}
+_NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
 _Written = dict[int, torch.UntypedStorage]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from actckpt._budget.structure import BlockStructure
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import modes
+from actckpt._core import modes, torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._options import CheckpointOptions
 from actckpt._replay.audit import site_of_call
@@ -25,7 +25,7 @@ _have_run = weakref.WeakKeyDictionary[Callable[..., Any], set[tuple[torch.Size, 
 
 def is_compiled(block: torch.nn.Module) -> bool:
     """Return whether a block is compiled, by its method or by `torch.compile`."""
-    return block._compiled_call_impl is not None or hasattr(block, "_orig_mod")
+    return torch_private.call_of_compiled(block) is not None or hasattr(block, "_orig_mod")
 
 
 def run_compiled(

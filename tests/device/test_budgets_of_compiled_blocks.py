@@ -143,7 +143,7 @@ def test_blocks_may_be_compiled_after_apply() -> None:
     assert any(not torch.equal(one, other) for one, other in zip(eager, expected, strict=True)), "nothing is compiled"
 
 
-def test_hooks_of_compiled_blocks_run_once() -> None:
+def test_hooks_of_compiled_blocks_that_are_kept_run_once() -> None:
     training, calls = _Training("block.compile()"), []
     for block in training.blocks:
         block.register_forward_hook(lambda *_: calls.append(1))
@@ -157,6 +157,16 @@ def test_hooks_of_compiled_blocks_run_once() -> None:
     calls.clear()
     training.gradients()
     assert len(calls) == num_calls
+
+
+def test_inputs_of_compiled_blocks_that_run_again_are_moved() -> None:
+    expected, training = _Training("torch.compile(block)").gradients(), _Training("torch.compile(block)")
+    actckpt.apply(training.model, offload_inputs=True)
+    training.gradients()
+    actckpt.reset_stats()
+    assert_equal(training.gradients(), expected)
+    assert actckpt.stats().offloaded_bytes >= (_NUM_BLOCKS - 1) * _ROWS * _WIDTH * 4
+    assert sum(block.num_eager for block in training.blocks) == 0
 
 
 def test_a_copy_is_planned_too_and_as_uncompiled_as_copies_of_modules_are() -> None:

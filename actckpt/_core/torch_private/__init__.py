@@ -46,14 +46,17 @@ from actckpt._core.torch_private.checkpointing import (
     set_selective_policy,
 )
 from actckpt._core.torch_private.compiler import (
+    COMPILED_CALL,
     COMPILED_PREFIX,
     COMPILER_PREFIX,
     SCRIPT_FAILURE,
+    call_of_compiled,
     called_while_traced,
     compiled_call,
     disable_dynamo,
     graph_break,
     is_compiled_function,
+    set_call_of_compiled,
     untraced,
 )
 from actckpt._core.torch_private.distributed import (
@@ -113,6 +116,7 @@ from actckpt._core.torch_private.transforms import (
 )
 
 __all__ = [
+    "COMPILED_CALL",
     "COMPILED_PREFIX",
     "COMPILER_PREFIX",
     "FREEING_METHODS",
@@ -127,6 +131,7 @@ __all__ = [
     "below_modes",
     "below_transforms",
     "builtin_functions",
+    "call_of_compiled",
     "called_while_traced",
     "callee_of",
     "compiled_call",
@@ -185,6 +190,7 @@ __all__ = [
     "saved_in",
     "selective_policy",
     "sequence_number",
+    "set_call_of_compiled",
     "set_grad_enabled",
     "set_memory_label",
     "set_selective_policy",

@@ -65,6 +65,10 @@ def called_while_traced(function: _Function) -> _Function:
     return function
 
 
+#: Where a module has that. Where torch has it elsewhere, such modules are taken for modules that are not compiled.
+COMPILED_CALL = "_compiled_call_impl"
+
+
 def compiled_call(caller: FrameType) -> Sequence[Any] | None:
     """Return what the compiled code was given that a frame calls, None where it calls none.
 
@@ -78,3 +82,14 @@ def compiled_call(caller: FrameType) -> Sequence[Any] | None:
 def is_compiled_function(function: object) -> bool:
     """Whether an autograd.Function runs code that torch.compile made."""
     return hasattr(function, "_aot_id")
+
+
+def call_of_compiled(module: torch.nn.Module) -> Callable[..., Any] | None:
+    """Return what `module.compile()` made, which runs in place of the module's call; None where it is not compiled."""
+    compiled: Callable[..., Any] | None = getattr(module, COMPILED_CALL, None)
+    return compiled
+
+
+def set_call_of_compiled(module: torch.nn.Module, compiled: Callable[..., Any] | None) -> None:
+    """Let something else run in place of the call of a module that is compiled."""
+    setattr(module, COMPILED_CALL, compiled)

@@ -159,6 +159,16 @@ def test_a_function_is_marked_for_the_compiler_as_by_its_public_name() -> None:
     assert vars(torch_private.called_while_traced(function)) == vars(public)
 
 
+def test_installed_torch_has_what_a_module_made_of_itself_compiled_in_its_place() -> None:
+    """Where this fails, see what `torch.nn.Module.compile` sets now; a public name for it replaces this one."""
+    module = torch.nn.Linear(2, 2)
+    assert torch_private.call_of_compiled(module) is None
+    module.compile(backend="eager")
+    assert torch_private.call_of_compiled(module) is not None
+    torch_private.set_call_of_compiled(module, lambda x: 2 * x)
+    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
+
+
 def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     effects = importlib.import_module("torch._higher_order_ops.effects")
     for name in ("_get_effect", "SIDE_EFFECTS"):
