@@ -12,22 +12,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from actckpt._commands.compare import add_compare
+from actckpt._commands.demo import add_demo
 from actckpt._commands.estimate import add_estimate
 from actckpt._commands.messages import (
     EXIT_USAGE,
-    as_options,
     explained_choice,
-    none_fits,
     not_read,
-    number,
     reason,
     slow,
-    whole_number,
 )
 from actckpt._commands.plan import add_explain, add_plan
 from actckpt._version import __version__
@@ -44,7 +39,6 @@ EXIT_BROKEN_PIPE = 141
 _FIRST_STEPS = """\
 first steps:
   actckpt demo                                  what each method saves and costs, on a small model
-  actckpt demo --activation-budget 30%          the same, with the fastest plan that fits into that
   actckpt compare script.py                     what policies save and cost in a step of your own
   actckpt plan script.py --budget 24GiB         the fastest plan for it within that memory
   actckpt estimate script.py --find batch       the largest batch that fits on a device that is not here
@@ -96,76 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
 
 
-_DEMO_NUMBERS = (
-    ("steps", "optimizer steps per method"),
-    ("layers", "transformer blocks"),
-    ("dim", "width of the model, a multiple of twice the heads"),
-    ("heads", "query heads"),
-    ("seq", "bytes of text per sequence"),
-    ("batch", "sequences per step"),
-    ("seed", "of initialisation, batches and dropout"),
-)
-
-
-def _add_demo(commands: _Commands) -> None:
-    from actckpt.demo.methods import METHODS
-    from actckpt.demo.settings import DemoSettings
-
-    parser = commands.add_parser(
-        "demo",
-        help="train a small language model with every method; compare time, memory and bits",
-        description="Train a small byte-level language model on the source of Python's standard library with "
-        "each method, check that all losses are equal bit for bit, and compare step time and peak activation "
-        "memory. Exit status: 0 equal, 1 different, 2 bad arguments, or no plan fits the budget.",
-        epilog="methods: " + "; ".join(f"{method.name} ({method.description})" for method in METHODS),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    default = DemoSettings()
-    for name, meaning in _DEMO_NUMBERS:
-        value = getattr(default, name)
-        parser.add_argument(f"--{name}", type=whole_number, default=value, metavar="N", help=meaning)
-    option = parser.add_argument
-    option("--dropout", type=number, default=default.dropout, metavar="P", help="probability, below 1")
-    option("--device", default=default.device, help="auto (the GPU where there is one), cpu, or a GPU: cuda, cuda:N")
-    budget_help = (
-        "train with the fastest plan that fits, too: 30%% of what plain training makes, or 50MiB (default: none)"
-    )
-    option("--activation-budget", default=argparse.SUPPRESS, metavar="SIZE", help=budget_help)
-    option(
-        "--methods",
-        nargs="+",
-        action="extend",
-        default=argparse.SUPPRESS,
-        metavar="NAME",
-        help="see below (default: all)",
-    )
-    option("--out", type=Path, default=default.out, metavar="DIR", help="folder for demo.json and memory.png")
-    option("--json", action="store_true", default=argparse.SUPPRESS, help="print demo.json instead of the table")
-    option("--no-plot", dest="plot", action="store_false", default=argparse.SUPPRESS, help="draw no picture")
-    parser.set_defaults(run=_run_demo, parser=parser)
-
-
-def _run_demo(args: argparse.Namespace) -> int:
-    from actckpt.demo.settings import DemoSettings
-
-    fail: Callable[[str], NoReturn] = args.parser.error
-    given = {field.name: getattr(args, field.name) for field in fields(DemoSettings) if hasattr(args, field.name)}
-    try:
-        settings = DemoSettings(**{**given, "methods": tuple(given.get("methods", ()))})
-        from actckpt.demo.run import prepare_demo, run_demo  # loads torch: only once the numbers make sense
-        from actckpt.planner import PlanInfeasibleError
-
-        demo = prepare_demo(settings)
-    except (ValueError, OSError) as error:
-        fail(as_options(reason(error)))
-    try:
-        return run_demo(demo)
-    except PlanInfeasibleError as error:
-        return none_fits(args, error)
-    except MemoryError as error:
-        fail(reason(error))
-
-
 def _add_doctor(commands: _Commands) -> None:
     parser = commands.add_parser(
         "doctor",
@@ -200,7 +124,7 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 
 _COMMANDS: tuple[Callable[[_Commands], None], ...] = (
-    _add_demo,
+    add_demo,
     _add_doctor,
     add_compare,
     add_plan,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from actckpt.demo.model import LanguageModel
+from actckpt.demo import LanguageModel
 
 __all__ = ["MODELS", "UNet", "ViT"]
 

@@ -30,7 +30,7 @@ from torch.nn import functional
 
 import actckpt
 from actckpt._estimate.largest import largest_that_fits
-from actckpt.demo.model import LanguageModel
+from actckpt.demo import LanguageModel
 from actckpt.memory import LiveStorages
 
 Step = Callable[[], object]

@@ -1,6 +1,6 @@
 """Does backward's peak depend on the order in which the forward was written? Bytes, exact, and a picture.
 
-    python benchmarks/memory_order.py --out memory_order.svg
+    python benchmarks/memory_order.py
 
 Ten independent paths relu -> matmul with itself -> relu -> matmul are chained into one product. Written path by path,
 backward needs the replayed values of one path at a time; written layer by layer, the same operators make it need those
@@ -14,14 +14,12 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor
 
 import actckpt
-from actckpt._show.plot import plot_panels
 from actckpt.memory import LiveStorages
 
 _MIB = 1 << 20
@@ -98,7 +96,7 @@ def compare(*, size: int, num_paths: int) -> dict[str, dict[str, Figures]]:
     results = {}
     for order, program in ORDERS.items():
         for method in METHODS.values():
-            measure(program, method, size=size, num_paths=num_paths)  # first calls take longer: the picture has time
+            measure(program, method, size=size, num_paths=num_paths)
         figures = {name: measure(program, m, size=size, num_paths=num_paths) for name, m in METHODS.items()}
         plain = figures["plain autograd"].gradients
         for name, got in figures.items():
@@ -110,11 +108,10 @@ def compare(*, size: int, num_paths: int) -> dict[str, dict[str, Figures]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; with `--out`, also draw."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description="Peak of backward for two orders of the same operators.")
     parser.add_argument("--size", type=int, default=256, help="rows and columns of a matrix (256: 0.25 MiB)")
     parser.add_argument("--paths", type=int, default=10, help="number of independent paths")
-    parser.add_argument("--out", type=Path, help="picture to write, .svg or .png; needs matplotlib")
     args = parser.parse_args(arguments)
     if args.size < 1 or args.paths < 1:
         parser.error("--size and --paths must be at least 1")
@@ -123,10 +120,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{order + ' (MiB)':28}held after forward  backward over it")
         for name, got in figures.items():
             print(f"  {name:26}{got.held_bytes / _MIB:18.2f}{got.extra_bytes / _MIB:18.2f}")
-    if args.out is not None:
-        panels = {order: {name: f.timeline for name, f in figures.items()} for order, figures in results.items()}
-        plot_panels(panels, path=args.out)
-        print(f"Wrote {args.out}")
     return 0
 
 

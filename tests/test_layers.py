@@ -37,7 +37,8 @@ _ROOMS = [
     ["budgets", "doctor", "memory_labels", "tracing"],
     ["comparison"],
     ["estimation"],
-    ["demo", "_commands"],
+    ["demo"],
+    ["_commands"],
     ["cli"],
     ["__main__"],
 ]

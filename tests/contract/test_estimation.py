@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt.demo.model import LanguageModel
+from actckpt.demo import LanguageModel
 from actckpt.memory import LiveStorages
 
 Step = Callable[[], object]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import actckpt
-from actckpt.demo.model import BYTE_VALUES, Block, LanguageModel
+from actckpt.demo import BYTE_VALUES, Block, LanguageModel
 
 #: For copies out, and as much for what is read ahead: an eighth of what the blocks hand to each other.
 WINDOW_BYTES = 128 << 10

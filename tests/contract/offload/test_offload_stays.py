@@ -13,7 +13,7 @@ from offload_oracle import flush, two_tensor, unique_saved_bytes
 from oracle import leaf, mlp
 
 import actckpt
-from actckpt.demo.model import LanguageModel
+from actckpt.demo import LanguageModel
 from actckpt.errors import SavedTensorChangedError
 
 pytestmark = pytest.mark.usefixtures("kind")

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt.demo.model import LanguageModel
+from actckpt.demo import LanguageModel
 
 Region = Callable[[], Any]
 
