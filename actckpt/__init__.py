@@ -1,7 +1,7 @@
 """Activation checkpointing and offloading for PyTorch. See README.md.
 
-The names of torch.utils.checkpoint are here too, so that code which imports that module can import
-this one instead.
+The names of torch.utils.checkpoint can be imported from here too: code that imports that module can import this one
+instead.
 """
 
 import importlib as _importlib
@@ -11,22 +11,50 @@ import types as _types
 import typing as _typing
 
 import torch.utils.checkpoint as _torch_checkpoint
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointError,
-    CheckpointFunction,
-    CheckpointPolicy,
-    DefaultDeviceType,
-    SelectiveCheckpointContext,
-    check_backward_validity,
-    create_selective_checkpoint_contexts,
-    detach_variable,
-    get_device_states,
-    noop_context_fn,
-    set_checkpoint_debug_enabled,
-    set_checkpoint_early_stop,
-    set_device_states,
-)
+
+if _typing.TYPE_CHECKING:
+    from torch.utils.checkpoint import (
+        SAC_IGNORED_OPS as SAC_IGNORED_OPS,
+    )
+    from torch.utils.checkpoint import (
+        CheckpointError as CheckpointError,
+    )
+    from torch.utils.checkpoint import (
+        CheckpointFunction as CheckpointFunction,
+    )
+    from torch.utils.checkpoint import (
+        CheckpointPolicy as CheckpointPolicy,
+    )
+    from torch.utils.checkpoint import (
+        DefaultDeviceType as DefaultDeviceType,
+    )
+    from torch.utils.checkpoint import (
+        SelectiveCheckpointContext as SelectiveCheckpointContext,
+    )
+    from torch.utils.checkpoint import (
+        check_backward_validity as check_backward_validity,
+    )
+    from torch.utils.checkpoint import (
+        create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
+    )
+    from torch.utils.checkpoint import (
+        detach_variable as detach_variable,
+    )
+    from torch.utils.checkpoint import (
+        get_device_states as get_device_states,
+    )
+    from torch.utils.checkpoint import (
+        noop_context_fn as noop_context_fn,
+    )
+    from torch.utils.checkpoint import (
+        set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
+    )
+    from torch.utils.checkpoint import (
+        set_checkpoint_early_stop as set_checkpoint_early_stop,
+    )
+    from torch.utils.checkpoint import (
+        set_device_states as set_device_states,
+    )
 
 try:
     from actckpt import _C  # noqa: F401 - built with the package
@@ -40,6 +68,7 @@ except ImportError as _error:
 
 from actckpt import (
     _bind,  # noqa: F401 - imported for its effect
+    errors,
     memory,
     policies,
     rng,
@@ -53,32 +82,9 @@ from actckpt.action import Action, SavedTensorInfo
 from actckpt.api import checkpoint, checkpoint_sequential, offload
 from actckpt.blocks import apply, remove, report
 from actckpt.budgets import plan
-from actckpt.comparison import ComparedPolicy, Comparison, compare
+from actckpt.comparison import Comparison, compare
 from actckpt.config import Settings, configure
-from actckpt.errors import (
-    ActckptError,
-    AuditError,
-    BlocksError,
-    ClosedError,
-    CostTableError,
-    DeviceError,
-    EngineError,
-    ForkedError,
-    HostPoolFullError,
-    InputChangedError,
-    PlanInfeasibleError,
-    RanksDifferError,
-    RerunMismatchError,
-    SavedTensorChangedError,
-    SourceGoneError,
-    SpillFullError,
-    SpillReadError,
-    SpillWriteError,
-    StillOpenError,
-    TorchVersionError,
-    TransformerEngineError,
-)
-from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
+from actckpt.estimation import Estimate, Target, estimate
 from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
 from actckpt.planner.plans import Plan
@@ -87,62 +93,29 @@ from actckpt.statistics import Stats, reset_stats, stats
 from actckpt.tracing import trace
 
 __all__ = [
-    "SAC_IGNORED_OPS",
-    "ActckptError",
     "Action",
-    "AuditError",
-    "BlocksError",
-    "CheckpointError",
-    "CheckpointFunction",
-    "CheckpointPolicy",
-    "ClosedError",
-    "ComparedPolicy",
     "Comparison",
-    "CostTableError",
-    "DefaultDeviceType",
-    "DeviceError",
-    "EngineError",
     "Estimate",
-    "EstimatedPolicy",
-    "ForkedError",
-    "HostPoolFullError",
-    "InputChangedError",
     "ModelReport",
     "Place",
     "Plan",
-    "PlanInfeasibleError",
-    "RanksDifferError",
     "ReplayGraph",
-    "RerunMismatchError",
-    "SavedTensorChangedError",
     "SavedTensorInfo",
-    "SelectiveCheckpointContext",
     "Settings",
-    "SourceGoneError",
-    "SpillFullError",
-    "SpillReadError",
-    "SpillWriteError",
     "Stats",
-    "StillOpenError",
     "Target",
-    "TorchVersionError",
-    "TransformerEngineError",
     "__version__",
     "apply",
-    "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
     "compare",
     "configure",
-    "create_selective_checkpoint_contexts",
-    "detach_variable",
+    "errors",
     "estimate",
     "explain_oom",
-    "get_device_states",
     "label_memory",
     "memory",
     "name",
-    "noop_context_fn",
     "offload",
     "plan",
     "planner",
@@ -152,18 +125,10 @@ __all__ = [
     "report",
     "reset_stats",
     "rng",
-    "set_checkpoint_debug_enabled",
-    "set_checkpoint_early_stop",
-    "set_device_states",
     "stats",
     "te",
     "trace",
 ]
-
-if hasattr(_torch_checkpoint, "GraphExecGroup"):  # from torch 2.10 on
-    from torch.utils.checkpoint import GraphExecGroup
-
-    __all__ += ["GraphExecGroup"]
 
 
 def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
@@ -176,11 +141,19 @@ def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
             found.__module__ = module.__name__
 
 
-_name_public_places(_sys.modules[__name__], "actckpt._", "actckpt.errors")
+_name_public_places(_sys.modules[__name__], "actckpt._")
 _name_public_places(rng, "actckpt._")
+_name_public_places(errors, "actckpt._")
 
 
-def __getattr__(name: str) -> _types.ModuleType:
+def __getattr__(name: str) -> _typing.Any:
     if name == "planner":  # imported when it is first asked for: most programs need none
         return _importlib.import_module("actckpt.planner")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _torch_checkpoint.__all__:
+        return getattr(_torch_checkpoint, name)
+    advice = f": it is in {__name__}.errors" if hasattr(errors, name) else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+
+
+def __dir__() -> list[str]:
+    return __all__

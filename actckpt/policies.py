@@ -33,11 +33,8 @@ __all__ = [
     "PolicyName",
     "PresetName",
     "TorchPolicy",
-    "choice_of",
-    "is_torch_policy",
     "save_and_offload_only_these_names",
     "save_only_these_names",
-    "selective_choice",
 ]
 
 #: Names that begin like these are operators'; other namespaces may also be names of modules.

@@ -59,7 +59,7 @@ class _Bench:
         """Return the smallest budget."""
         try:
             actckpt.plan(self.step, model=self.model, activation_budget=1, race=False)
-        except actckpt.PlanInfeasibleError as error:
+        except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None
             return int(error.smallest_bytes)
         raise AssertionError("a byte was enough")

@@ -159,7 +159,7 @@ def smallest(bench: Bench) -> dict[str, Any]:
     try:
         for _ in range(3):
             bench.step()
-    except actckpt.PlanInfeasibleError as error:
+    except actckpt.errors.PlanInfeasibleError as error:
         said = str(error)
         bench.smallest_bytes = int(error.smallest_bytes or 0)
     finally:

@@ -9,6 +9,7 @@ import types
 import typing
 
 import pytest
+import torch.utils.checkpoint
 
 import actckpt
 
@@ -46,35 +47,25 @@ CALLS = {  # in this order
     "apply": lambda f: f(model),
     "report": lambda f: f(model),
     "remove": lambda f: f(model),
-    "check_backward_validity": lambda f: f([x.clone().requires_grad_()]),
     "checkpoint": lambda f: f(layer, x).sum().backward(),
     "checkpoint_sequential": lambda f: f(model, 2, x).sum().backward(),
     "compare": lambda f: f(step, model=model, policies={}, rounds=1),
     "plan": lambda f: f(step, model=model, activation_budget="100%", race=False),
-    "create_selective_checkpoint_contexts": lambda f: f([torch.ops.aten.mm.default]),
-    "detach_variable": lambda f: f((x,)),
     "estimate": lambda f: f(step, model=model, policies={}),
-    "get_device_states": lambda f: f(x),
-    "set_device_states": lambda f: f([], []),
     "offload": lambda f: f(min_bytes=1)(layer)(x).sum().backward(),
     "name": lambda f: f(x, "x"),
     "region": lambda f: f()(layer)(x).sum().backward(),
     "trace": lambda f: raises(FileNotFoundError, f("no/such/folder/step.json").__enter__),
-    "set_checkpoint_debug_enabled": lambda f: f(True),
-    "set_checkpoint_early_stop": lambda f: f(True),
     "explain_oom": lambda f: f(model).__enter__(),
     "memory.explain_oom": lambda f: f(model).__enter__(),
     "memory.measure_step": lambda f: f(step, device="cpu", parameters=model.parameters()),
-    "planner.solve": lambda f: raises(actckpt.CostTableError, f, {}, budget=1),
-    "planner.simulate": lambda f: raises(actckpt.CostTableError, f, {}, None),
-    "policies.choice_of": lambda f: f("keep"),
-    "policies.is_torch_policy": lambda f: f(step),
-    "policies.selective_choice": lambda f: f(None),
+    "planner.solve": lambda f: raises(actckpt.errors.CostTableError, f, {}, budget=1),
+    "planner.simulate": lambda f: raises(actckpt.errors.CostTableError, f, {}, None),
     "rng.register_tracker": lambda f: f(tracker),
     "rng.unregister_tracker": lambda f: f(tracker),
     "te.checkpoint": lambda f: f(layer, x).sum().backward(),
-    "te.unwrap": lambda f: raises(actckpt.BlocksError, f, model),
-    "te.wrap": lambda f: raises(actckpt.BlocksError, f, model),
+    "te.unwrap": lambda f: raises(actckpt.errors.BlocksError, f, model),
+    "te.wrap": lambda f: raises(actckpt.errors.BlocksError, f, model),
 }
 public = {"": actckpt} | {f"{name}.": getattr(actckpt, name) for name in sys.argv[2:]}
 functions = {
@@ -100,6 +91,17 @@ def test_what_is_public_says_a_public_place_where_it_is_found_and_pickled(owner:
             assert pickle.loads(pickle.dumps(found)) is found
             if isinstance(found, type) and found.__module__ == owner:
                 typing.get_type_hints(found)  # needs the names of the module in which it was defined
+
+
+def test_names_of_torch_are_the_same_objects_and_no_names_of_ours() -> None:
+    for name in torch.utils.checkpoint.__all__:
+        if name not in ("checkpoint", "checkpoint_sequential"):
+            assert getattr(actckpt, name) is getattr(torch.utils.checkpoint, name)
+            assert name not in dir(actckpt)
+    assert dir(actckpt) == sorted(actckpt.__all__)
+    assert not any(name.startswith("_") for name in dir(actckpt) if name != "__version__")
+    with pytest.raises(AttributeError, match=r"'AuditError': it is in actckpt\.errors"):
+        _ = actckpt.AuditError
 
 
 def test_no_module_bears_the_name_of_a_public_function() -> None:

@@ -155,10 +155,12 @@ def test_what_is_no_model_is_refused_by_its_kind(function: Any, model: Any, mess
 
 
 def test_blocks_by_a_name_that_is_not_there_are_answered_with_names_that_are() -> None:
-    with pytest.raises(actckpt.BlocksError, match=r"no module .* is named '9'; it has 6\. The first: 0, 0\.0, 0\.1"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"no module .* is named '9'; it has 6\. The first: 0, 0\.0, 0\.1"
+    ):
         actckpt.apply(_model(), blocks=["9"])
     wrong: Any = [1]
-    with pytest.raises(actckpt.BlocksError, match=r"blocks=1 is a int.* \(texts, also for numbers"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"blocks=1 is a int.* \(texts, also for numbers"):
         actckpt.apply(_model(), blocks=wrong)
 
 
@@ -225,7 +227,7 @@ def test_an_argument_that_the_function_itself_changed_is_not_said_to_have_change
         return y
 
     loss = actckpt.checkpoint(change, torch.ones(2, requires_grad=True), torch.ones(2)).sum()
-    with pytest.raises(actckpt.InputChangedError, match="by its own function or after it"):
+    with pytest.raises(actckpt.errors.InputChangedError, match="by its own function or after it"):
         loss.backward()
 
 
@@ -385,7 +387,7 @@ def test_pins_that_are_none_are_refused_at_the_call(pins: Any, message: str) -> 
         actckpt.apply(model, activation_budget="50%", pins=pins)
     with pytest.raises(ValueError, match=message):
         actckpt.plan(lambda: pytest.fail("the step ran"), model=model, activation_budget="50%", pins=pins)
-    with pytest.raises(actckpt.BlocksError):
+    with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
 
 
@@ -403,7 +405,7 @@ class _Rows(torch.nn.Module):
     ],
 )
 def test_a_model_without_repeated_blocks_is_told_what_to_pass(model: torch.nn.Module, words: str) -> None:
-    with pytest.raises(actckpt.BlocksError, match=rf"^apply: found no repeated blocks .*{words}") as raised:
+    with pytest.raises(actckpt.errors.BlocksError, match=rf"^apply: found no repeated blocks .*{words}") as raised:
         actckpt.apply(model)
     assert "\n" not in str(raised.value)
 
@@ -462,12 +464,12 @@ def test_what_is_applied_already_or_not_is_one_line() -> None:
     model = _model()
     for call in (actckpt.remove, actckpt.report):
         with pytest.raises(
-            actckpt.BlocksError, match=r"is checkpointed\. Call \w+ on the model that was given to actckpt"
+            actckpt.errors.BlocksError, match=r"is checkpointed\. Call \w+ on the model that was given to actckpt"
         ):
             call(model)
     actckpt.apply(model)
     with pytest.raises(
-        actckpt.BlocksError, match=r"^apply: .* checkpointed already, .*\. Call actckpt\.remove"
+        actckpt.errors.BlocksError, match=r"^apply: .* checkpointed already, .*\. Call actckpt\.remove"
     ) as raised:
         actckpt.apply(model)
     assert "\n" not in str(raised.value)

@@ -182,7 +182,7 @@ def test_a_shallow_copy_raises_and_does_not_run_with_the_parameters_of_the_origi
     copied._modules = {name: copy.deepcopy(module) for name, module in copied._modules.items()}
     if hooked:
         copied.register_forward_hook(lambda *_: None)
-    with pytest.raises(actckpt.BlocksError, match="a shallow copy of a Block runs"):
+    with pytest.raises(actckpt.errors.BlocksError, match="a shallow copy of a Block runs"):
         copied(leaf(4, 8))
     model.layers[0](leaf(4, 8))
 
@@ -248,13 +248,13 @@ def test_blocks_that_are_not_made_before_their_first_forward_are_named() -> None
 def test_applying_twice_names_the_first_block_and_changes_nothing() -> None:
     model = Model()
     actckpt.apply(model, blocks="layers.1")
-    with pytest.raises(actckpt.BlocksError, match=r"1 of 3 blocks.*'layers\.1'"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"1 of 3 blocks.*'layers\.1'"):
         actckpt.apply(model)
     assert _reruns(model) == [0, 1, 0]
 
 
 def test_removing_from_an_untouched_model_raises() -> None:
-    with pytest.raises(actckpt.BlocksError, match="remove"):
+    with pytest.raises(actckpt.errors.BlocksError, match="remove"):
         actckpt.remove(Model())
 
 
@@ -274,13 +274,13 @@ def test_removing_from_an_untouched_model_raises() -> None:
 )
 def test_blocks_that_match_nothing_are_named(blocks: Any, words: str) -> None:
     model = Model()
-    with pytest.raises(actckpt.BlocksError, match=words):
+    with pytest.raises(actckpt.errors.BlocksError, match=words):
         actckpt.apply(model, blocks=blocks)
     assert _reruns(model) == [0, 0, 0]
 
 
 def test_a_model_without_repeated_blocks_names_its_types() -> None:
-    with pytest.raises(actckpt.BlocksError, match=r"(?s)no repeated blocks.*GELU.*Linear"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"(?s)no repeated blocks.*GELU.*Linear"):
         actckpt.apply(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
 
 
@@ -512,7 +512,9 @@ def test_blocks_that_return_containers_are_watched_too(wrap: Any) -> None:
 
 
 def test_a_report_of_a_model_without_applied_blocks_raises() -> None:
-    with pytest.raises(actckpt.BlocksError, match=r"^report: none of the .* Call report on the model that was given"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"^report: none of the .* Call report on the model that was given"
+    ):
         actckpt.report(Model())
 
 
@@ -535,9 +537,9 @@ def test_matches_inside_of_named_blocks_are_not_taken() -> None:
 def test_a_module_as_block_is_answered_with_its_name() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     for blocks in (model[1], [torch.nn.Linear, model[1]]):
-        with pytest.raises(actckpt.BlocksError, match=r"has a module, a ReLU\. Pass its name, '1'"):
+        with pytest.raises(actckpt.errors.BlocksError, match=r"has a module, a ReLU\. Pass its name, '1'"):
             actckpt.apply(model, blocks=blocks)
-    with pytest.raises(actckpt.BlocksError, match="It is not in the model"):
+    with pytest.raises(actckpt.errors.BlocksError, match="It is not in the model"):
         actckpt.apply(model, blocks=torch.nn.Linear(4, 4))
 
 
@@ -573,7 +575,7 @@ def test_a_shallow_copy_of_a_model_is_not_removed_from() -> None:
     model = _rows()
     actckpt.apply(model)
     with pytest.raises(
-        actckpt.BlocksError, match=r"^remove: this Sequential is a shallow copy \(copy\.copy\) .*copy\.deepcopy"
+        actckpt.errors.BlocksError, match=r"^remove: this Sequential is a shallow copy \(copy\.copy\) .*copy\.deepcopy"
     ):
         actckpt.remove(copy.copy(model))
     assert actckpt.report(model).blocks_patched == ("0", "1", "2", "3")

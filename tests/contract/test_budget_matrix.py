@@ -42,7 +42,7 @@ def _smallest(name: str) -> float:
         actckpt.apply(program[0], activation_budget=int(smallest), on_infeasible="raise", race=False)
         try:
             list(_steps(program, 4))
-        except actckpt.PlanInfeasibleError as error:
+        except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None and error.smallest_bytes > smallest
             smallest = error.smallest_bytes
         else:

@@ -100,7 +100,7 @@ class Training:
 @cache  # not a fixture of the module, which would come before the device that tests run on
 def _bounds() -> tuple[int, int]:
     training = Training()
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         actckpt.plan(training.step, model=training.model, activation_budget=1, race=False)
     assert error.value.smallest_bytes is not None
     assert "What holds it, in " in error.value.holds and error.value.holds in str(error.value)
@@ -253,7 +253,7 @@ def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent
 
     step()
     expected = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         actckpt.plan(step, model=model, activation_budget=1, race=False)
     for share in (1.0, 1.1, 1.3, 1.6):
         budget = int(share * error.value.smallest_bytes)
@@ -297,19 +297,25 @@ def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
         training.step()
         training.step()
 
-    with pytest.raises(actckpt.BlocksError, match=r"'blocks.0' ran 2 times in the step.*called 2 times, expected once"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"'blocks.0' ran 2 times in the step.*called 2 times, expected once"
+    ):
         plan(twice, model=training.model, activation_budget="40%")
-    with pytest.raises(actckpt.BlocksError, match=r"backward did not run through block 'blocks.0'"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"backward did not run through block 'blocks.0'"):
         plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
-    with pytest.raises(actckpt.BlocksError, match=r"^plan: the step called neither the .* as model nor any of its"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"^plan: the step called neither the .* as model nor any of its"
+    ):
         plan(lambda: None, model=training.model, activation_budget="40%")
-    with pytest.raises(actckpt.BlocksError, match=r"run backward inside of the step: lambda: step\(\)\.backward\(\)"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"run backward inside of the step: lambda: step\(\)\.backward\(\)"
+    ):
         plan(lambda: training.model(training.tokens).sum(), model=training.model, activation_budget="40%")
     with_optimizer = Training(lr=1e-3)
     with pytest.raises(ValueError, match=r"plan: the step runs an optimizer that was not given .Adam..*optimizer="):
         plan(with_optimizer.step, model=with_optimizer.model, activation_budget="40%")
     actckpt.apply(training.model)
-    with pytest.raises(actckpt.BlocksError, match="checkpointed already"):
+    with pytest.raises(actckpt.errors.BlocksError, match="checkpointed already"):
         plan(training.step, model=training.model, activation_budget="40%")
 
 
@@ -317,7 +323,9 @@ def test_a_plan_of_another_model_or_of_none_is_refused() -> None:
     training = Training()
     plan = actckpt.plan(training.step, model=training.model, activation_budget="50%", race=False)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(actckpt.BlocksError, match=r"6 of its 6 blocks are not in Sequential, the first is 'blocks.0'"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"6 of its 6 blocks are not in Sequential, the first is 'blocks.0'"
+    ):
         actckpt.apply(other, policy=plan)
     with pytest.raises(ValueError, match="blocks beside a plan"):
         actckpt.apply(training.model, policy=plan, blocks="blocks.*")

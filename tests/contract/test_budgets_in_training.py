@@ -250,7 +250,7 @@ def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
     def other_call() -> None:
         try:
             training.model(training.tokens)
-        except actckpt.BlocksError as error:
+        except actckpt.errors.BlocksError as error:
             raised.append(error)
 
     def call_elsewhere(*_: object) -> None:
@@ -339,7 +339,7 @@ def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(bud
     training.step()
     training.model.zero_grad()
     message = rf"\(activation_budget={budget!r}\): the smallest budget is .*Pass that budget or a larger one"
-    with pytest.raises(actckpt.PlanInfeasibleError, match=message):
+    with pytest.raises(actckpt.errors.PlanInfeasibleError, match=message):
         training.step()
     assert actckpt.remove(training.model)
     training.step()
@@ -565,7 +565,9 @@ def test_a_block_that_cannot_run_again_is_one_clear_error() -> None:
 
     model = nn.Sequential(Once(), Once())
     actckpt.apply(model, blocks=Once, activation_budget="90%", on_infeasible="raise")
-    with pytest.raises(actckpt.BlocksError, match=r"block '0' ran in the step, but not once more on its own.*StopIter"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"block '0' ran in the step, but not once more on its own.*StopIter"
+    ):
         model(torch.randn(2, 4))
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 

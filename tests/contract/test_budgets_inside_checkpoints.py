@@ -68,7 +68,7 @@ def test_a_budget_inside_of_a_rerun_is_one_clear_error_before_anything_ran(aroun
     expected = _step(model, tokens, _plainly)
     actckpt.apply(model, activation_budget="60%")
     for _ in range(2):
-        with pytest.raises(actckpt.BlocksError, match=r"inside of a checkpoint.*Leave out that.*policy=plan"):
+        with pytest.raises(actckpt.errors.BlocksError, match=r"inside of a checkpoint.*Leave out that.*policy=plan"):
             _step(model, tokens, _RERUNNING[around])
         for _ in range(2):
             assert_equal(_step(model, tokens, _plainly), expected)
@@ -110,10 +110,10 @@ def test_blocks_that_the_model_checkpoints_itself_are_one_clear_error(around: st
     expected = _step(model, tokens, _plainly)
     model.checkpoint = _RERUNNING[around]
     message = r"block 'blocks\.2' runs inside of a checkpoint.*Leave out that checkpoint.*other blocks="
-    with pytest.raises(actckpt.BlocksError, match=message):
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
         actckpt.plan(lambda: _step(model, tokens, _plainly), model=model, blocks=Block, activation_budget="60%")
     actckpt.apply(model, blocks=Block, activation_budget="60%")
-    with pytest.raises(actckpt.BlocksError, match=message):
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
         _step(model, tokens, _plainly)
     actckpt.remove(model)
     actckpt.apply(model, blocks=["blocks.0", "blocks.1", "blocks.4", "blocks.5"], activation_budget="80%")

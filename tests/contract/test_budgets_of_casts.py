@@ -78,7 +78,7 @@ def _step(model: Any, rows: int) -> tuple[list[Tensor], int]:
 def _smallest(after: str, rows: int) -> int:
     model = _Model(after)
     actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         for _ in range(2):
             _step(model, rows)
     assert error.value.smallest_bytes is not None
@@ -244,7 +244,7 @@ def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> N
             model = copy.deepcopy(model) if copies and not number else model
         return nbytes
 
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         peak(1000)
     smallest = error.value.smallest_bytes
     assert smallest is not None and smallest < 1.05 * plain_bytes
@@ -270,7 +270,7 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
     for _ in range(len(set(rows))):  # each size tells of itself
         try:
             peaks(smallest)
-        except actckpt.PlanInfeasibleError as error:
+        except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None
             smallest = error.smallest_bytes
     assert smallest < 1.05 * plain_bytes

@@ -56,7 +56,7 @@ def _trained(
 
 def _smallest(rows: Sequence[int], *, total: bool, is_summed: bool, expected: list[Tensor]) -> tuple[int, str]:
     """Return the smallest budget that an error names, and its text."""
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _trained(2**20 if total else 2**12, rows, total=total, is_summed=is_summed, expected=expected)
     found, text = raised.value.smallest_bytes, str(raised.value)
     del raised  # and the model with it

@@ -89,7 +89,7 @@ def test_steps_in_training_fit(kind: str, share: float) -> None:
     training = _Training(kind)
     expected, plain = training.step()
     actckpt.apply(training.model, blocks=_Block, activation_budget=1000, race=False, on_infeasible="raise")
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         for _ in range(2):
             training.step()
     assert error.value.smallest_bytes is not None

@@ -82,7 +82,7 @@ def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int
     model = _made(kind, block)
     actckpt.apply(model, activation_budget=1, on_infeasible="raise")
     _step(model, size)
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _step(model, size)
     assert raised.value.smallest_bytes is not None
     return raised.value.smallest_bytes

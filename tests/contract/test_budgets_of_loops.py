@@ -169,7 +169,7 @@ def test_what_a_loop_needs_is_predicted(loop: _Loop) -> None:
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_smaller_budgets_of_loops_hold(loop: _Loop, share: float) -> None:
     _, plain_bytes = _step(_Model(loop))
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _trained(loop, 1000)
     least_bytes = raised.value.smallest_bytes
     assert least_bytes is not None and least_bytes < plain_bytes

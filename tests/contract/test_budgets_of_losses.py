@@ -75,7 +75,7 @@ def _smallest_bytes(backward: Callable[[dict[str, Tensor]], None]) -> int:
     model = Classifier()
     actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     _step(model, backward)
-    with pytest.raises(actckpt.PlanInfeasibleError) as caught:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as caught:
         _step(model, backward)
     assert caught.value.smallest_bytes is not None
     return int(caught.value.smallest_bytes) + 1
@@ -165,7 +165,7 @@ def test_two_forwards_that_lead_to_one_loss_are_both_counted() -> None:
     model = Both()
     actckpt.apply(model, activation_budget="1B", on_infeasible="raise")
     _step(model, train)
-    with pytest.raises(actckpt.PlanInfeasibleError) as caught:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as caught:
         _step(model, train)
     smallest_bytes = caught.value.smallest_bytes
     assert smallest_bytes is not None

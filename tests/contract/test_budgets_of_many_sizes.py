@@ -258,7 +258,7 @@ def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
     actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False, on_infeasible="raise")
     _step(model, [(8, 64)])
     for _ in range(5):
-        with pytest.raises(actckpt.PlanInfeasibleError):
+        with pytest.raises(actckpt.errors.PlanInfeasibleError):
             _step(model, [(8, 64)])
 
 
@@ -273,7 +273,7 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
             for _ in range(3):
                 _step(model, [(8, 64)] * 2)
     else:
-        with pytest.raises(actckpt.PlanInfeasibleError, match="of which 2 were alive at once"):
+        with pytest.raises(actckpt.errors.PlanInfeasibleError, match="of which 2 were alive at once"):
             _step(model, [(8, 64)] * 2)
     for _ in range(2):  # so the program divides its batch
         gradients, peak_bytes, _ = _step(model, [(8, 64)])
@@ -291,5 +291,5 @@ def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
         gradients, peak_bytes, _ = _step(model, [(8, 8)])
         assert_equal(gradients, _step(_model(), [(8, 8)])[0])
     assert peak_bytes <= _step(_model(), [(8, 16)])[1]
-    with pytest.raises(actckpt.PlanInfeasibleError):
+    with pytest.raises(actckpt.errors.PlanInfeasibleError):
         _step(model, [(8, 256)])

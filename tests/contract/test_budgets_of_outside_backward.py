@@ -66,7 +66,7 @@ def test_what_backward_needs_outside_of_blocks_is_known_before_it_runs(where: st
         model.step()
         try:
             gradients, _ = model.step()
-        except actckpt.PlanInfeasibleError as error:
+        except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None
             actckpt.remove(model)
             actckpt.apply(model, activation_budget=int(error.smallest_bytes) + 1, on_infeasible="raise")

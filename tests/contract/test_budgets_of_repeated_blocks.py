@@ -95,7 +95,7 @@ def _differs(plan: actckpt.Plan) -> bool:
 def test_a_plan_fits_from_the_smallest_budget_on_and_gradients_are_plain(kind: str) -> None:
     expected, plain = _step(_made(kind))
     model = _made(kind)
-    with pytest.raises(actckpt.PlanInfeasibleError) as error:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
         _planned(model, activation_budget=1)
     assert error.value.smallest_bytes is not None
     smallest, differs = error.value.smallest_bytes, False
@@ -352,7 +352,9 @@ def test_a_checkpoint_inside_of_the_model_is_one_clear_error_and_one_around_it_i
     for _ in range(2):
         assert_equal(_step(Around(model))[0], expected)
     model.is_checkpointing = True
-    with pytest.raises(actckpt.BlocksError, match=r"Block runs several times.*inside of a checkpoint.*Leave out that"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"Block runs several times.*inside of a checkpoint.*Leave out that"
+    ):
         _step(model)
     model.is_checkpointing = False
     assert_equal(_step(model)[0], expected)
@@ -361,8 +363,8 @@ def test_a_checkpoint_inside_of_the_model_is_one_clear_error_and_one_around_it_i
 def test_a_block_inside_of_another_one_is_one_clear_error() -> None:
     model = _made("one block")
     actckpt.apply(model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%", on_infeasible="raise")
-    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
         model(_tokens())
     actckpt.remove(model)
-    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
         actckpt.plan(lambda: _step(model), model=model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%")

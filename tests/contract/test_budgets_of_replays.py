@@ -78,7 +78,7 @@ def test_budgets_hold_where_replays_need_more_than_what_is_kept() -> None:
     plain_bytes = expected[-1][1]
     model = _model()
     actckpt.apply(model, blocks=Block, activation_budget=1, race=False, on_infeasible="raise")
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _trained(model, 2)
     smallest_bytes = raised.value.smallest_bytes
     assert smallest_bytes is not None and smallest_bytes < 0.6 * plain_bytes

@@ -48,7 +48,7 @@ def test_steps_that_retain_their_graph_from_the_first_one_on_stay_in_the_budget(
     model = _model()
     actckpt.apply(model, **{keyword: 2**20 if total else 1}, on_infeasible="raise")
     _step(model, kind)
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _step(model, kind)
     smallest_bytes = raised.value.smallest_bytes
     assert smallest_bytes is not None and smallest_bytes < 0.5 * plain_bytes
@@ -120,7 +120,7 @@ def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -
     model = _model()
     actckpt.apply(model, activation_budget=1, race=False, on_infeasible="raise")
     _step(model, "once")
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _step(model, "once")
     assert raised.value.smallest_bytes is not None
     model = _model()

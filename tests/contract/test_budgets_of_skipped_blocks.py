@@ -96,7 +96,7 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     model, runs = _Model(), [0, 1, 2]
     actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
     model.step(runs)
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         model.step(runs)
     assert raised.value.smallest_bytes is not None
     actckpt.remove(model)

@@ -72,7 +72,7 @@ def test_steps_fit_at_each_budget(kind: str, total: bool) -> None:
         assert plan is not None
         return plan, peak_bytes
 
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         trained(2**20 if total else 2**16)
     least_bytes = raised.value.smallest_bytes
     del raised

@@ -125,10 +125,14 @@ def test_raise_raises_and_plan_always_does() -> None:
     model = _made(ConvNet)
     actckpt.apply(model, activation_budget="30%", on_infeasible="raise")
     _step(model)
-    with pytest.raises(actckpt.PlanInfeasibleError, match=r"made outside of the blocks, by stem .*blocks=\['stem'"):
+    with pytest.raises(
+        actckpt.errors.PlanInfeasibleError, match=r"made outside of the blocks, by stem .*blocks=\['stem'"
+    ):
         _step(model)
     actckpt.remove(model)
-    with pytest.raises(actckpt.PlanInfeasibleError, match=r"made outside of the blocks, by stem .*blocks=\['stem'"):
+    with pytest.raises(
+        actckpt.errors.PlanInfeasibleError, match=r"made outside of the blocks, by stem .*blocks=\['stem'"
+    ):
         actckpt.plan(lambda: model(torch.randn(8, 3, 16, 16)).sum().backward(), model=model, activation_budget="30%")
 
 

@@ -95,7 +95,7 @@ def test_model_gradients_optimizer_and_random_state_are_as_before(model: nn.Modu
     actckpt.compare(step, model=model, optimizer=optimizer, rounds=1)
     assert_equal(everything(model, optimizer), before)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
-    with pytest.raises(actckpt.BlocksError):
+    with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_raises_leaves_everything_as_it_was(model: nn.Module) -> Non
     with pytest.raises(RuntimeError, match="no more data"):
         actckpt.compare(step, model=model, rounds=1)
     assert_equal(everything(model), before)
-    with pytest.raises(actckpt.BlocksError):
+    with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
 
 
@@ -149,7 +149,7 @@ def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
 @pytest.mark.parametrize("policies", [None, {}, {"rerun": {"policy": "recompute", "blocks": "layers.1"}}])
 def test_a_model_that_is_checkpointed_already_is_refused_and_stays_so(model: nn.Module, policies: Any) -> None:
     names = actckpt.apply(model, blocks="layers.0")
-    with pytest.raises(actckpt.BlocksError, match=r"'layers\.0'.*remove"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"'layers\.0'.*remove"):
         actckpt.compare(lambda: model(_x()).backward(), model=model, policies=policies)
     assert actckpt.remove(model) == names
 
@@ -254,7 +254,7 @@ def test_a_plan_and_a_budget_have_rows_of_their_own(model: nn.Module) -> None:
     assert everything == none
     assert max(planned, budgeted) < 0.9 * none  # shares are of what was predicted of none
     assert min(planned, budgeted) > found["none"].peak_bytes / 4
-    with pytest.raises(actckpt.BlocksError):
+    with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
 
 
@@ -271,7 +271,7 @@ def test_a_budget_is_planned_with_the_optimizer_that_the_step_runs(model: nn.Mod
 
 
 def test_a_budget_that_nothing_fits_into_is_named(model: nn.Module) -> None:
-    with pytest.raises(actckpt.PlanInfeasibleError, match=r"^compare: policies\['tiny'\]: No plan ") as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError, match=r"^compare: policies\['tiny'\]: No plan ") as raised:
         actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"tiny": {"activation_budget": "1%"}})
     assert raised.value.smallest_bytes is not None
     assert str(round(raised.value.smallest_bytes)) in str(raised.value)

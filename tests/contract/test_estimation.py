@@ -340,6 +340,6 @@ def test_the_module_that_needs_numbers_is_named() -> None:
 def test_a_model_that_is_checkpointed_already_is_refused() -> None:
     model, step = MODELS["llama"]()
     actckpt.apply(model)
-    with pytest.raises(actckpt.BlocksError, match="3 blocks are checkpointed already"):
+    with pytest.raises(actckpt.errors.BlocksError, match="3 blocks are checkpointed already"):
         actckpt.estimate(step, model=model)
     assert len(actckpt.remove(model)) == 3

@@ -275,7 +275,7 @@ def test_so_it_does_where_both_have_the_same_policy() -> None:
     outer.__enter__()
     inner.__enter__()
     y = program(x)
-    with pytest.raises(actckpt.ActckptError, match="closed before what was opened in it"):
+    with pytest.raises(actckpt.errors.ActckptError, match="closed before what was opened in it"):
         outer.__exit__(None, None, None)
     inner.__exit__(None, None, None)
     outer.__exit__(None, None, None)
@@ -289,12 +289,12 @@ def test_offload_blocks_close_in_order_and_once() -> None:
     outer.__enter__()
     for inside in (inner, actckpt.region("recompute")):
         inside.__enter__()
-        with pytest.raises(actckpt.ActckptError, match="closed before what was opened in it"):
+        with pytest.raises(actckpt.errors.ActckptError, match="closed before what was opened in it"):
             outer.__exit__(None, None, None)
         inside.__exit__(None, None, None)
     outer.__exit__(None, None, None)
     assert thread_state() == before
     for closed in (outer, actckpt.offload()):
-        with pytest.raises(actckpt.ActckptError, match="not open in this thread"):
+        with pytest.raises(actckpt.errors.ActckptError, match="not open in this thread"):
             closed.__exit__(None, None, None)
     assert_regions_work()

@@ -371,7 +371,7 @@ def test_a_budget_that_no_plan_fits_is_in_the_report() -> None:
     actckpt.remove(model)
     actckpt.apply(model, activation_budget=70, on_infeasible="raise")
     model(x).sum().backward()
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         model(x)
     assert "(activation_budget=70, which is bytes; a share is '70%')" in str(raised.value)
     found = actckpt.report(model)
@@ -454,5 +454,5 @@ def test_the_last_report_holds_neither_the_model_nor_a_tensor() -> None:
     del model
     gc.collect()
     assert not any(ref() is not None for ref in gone) and found.rows
-    with pytest.raises(actckpt.BlocksError, match="none of"):
+    with pytest.raises(actckpt.errors.BlocksError, match="none of"):
         actckpt.report(nn.Linear(2, 2))

@@ -198,7 +198,7 @@ def test_reading_outside_of_a_backward_raises() -> None:
     x = torch.randn(4, requires_grad=True)
     with actckpt.region({NAME: "recompute"}):
         y = _Through.apply(x.sin(), _all_reduce).exp()
-    with pytest.raises(actckpt.ActckptError, match="outside of a backward"):
+    with pytest.raises(actckpt.errors.ActckptError, match="outside of a backward"):
         y.grad_fn._saved_result  # noqa: B018 - reads it
     y.sum().backward()
     assert x.grad is not None
@@ -232,7 +232,7 @@ def test_what_backward_changes_of_a_collective_is_not_repeated_but_raises() -> N
     with actckpt.region({NAME: "recompute"}):
         reduced = _Through.apply(x.sin(), _all_reduce)
         y = Spoils.apply(reduced * reduced) + Spoils.apply(reduced)
-    with pytest.raises(actckpt.ActckptError, match="modified by an inplace operation"):
+    with pytest.raises(actckpt.errors.ActckptError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
@@ -245,7 +245,7 @@ def _written_behind(x: Tensor) -> Tensor:
 
 def test_a_failed_audit_raises_in_later_steps_too() -> None:
     for words in ("came back from replay with other bytes", "on all ranks"):
-        with pytest.raises(actckpt.AuditError, match=words):
+        with pytest.raises(actckpt.errors.AuditError, match=words):
             _written_behind(torch.randn(4, requires_grad=True)).backward()
 
 
@@ -258,7 +258,7 @@ def _returned_and_written_behind(x: Tensor) -> Tensor:
 
 def test_a_failed_audit_of_what_the_only_collective_returned_raises_in_later_steps_too() -> None:
     for words in ("came back from replay with other bytes", "on all ranks", "on all ranks"):
-        with pytest.raises(actckpt.AuditError, match=words):
+        with pytest.raises(actckpt.errors.AuditError, match=words):
             _returned_and_written_behind(torch.randn(4, requires_grad=True)).backward()
 
 
@@ -275,7 +275,7 @@ def test_a_block_with_a_budget_opens_no_region_that_repeats_one() -> None:
 
     model = torch.nn.Sequential(*(Inside() for _ in range(4)))
     actckpt.apply(model, activation_budget="80%", race=False)
-    with pytest.raises(actckpt.BlocksError, match="Each rank makes a plan of its own"):
+    with pytest.raises(actckpt.errors.BlocksError, match="Each rank makes a plan of its own"):
         for _ in range(3):
             model(torch.randn(32, 16)).sum().backward()
 

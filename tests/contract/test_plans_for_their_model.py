@@ -69,9 +69,9 @@ def _frozen() -> nn.Module:
 )
 def test_another_model_is_refused(other, message: str) -> None:
     model = other()
-    with pytest.raises(actckpt.BlocksError, match=f"{message}.*Make the plan again"):
+    with pytest.raises(actckpt.errors.BlocksError, match=f"{message}.*Make the plan again"):
         actckpt.apply(model, policy=_plan())
-    with pytest.raises(actckpt.BlocksError, match="none of the"):
+    with pytest.raises(actckpt.errors.BlocksError, match="none of the"):
         actckpt.remove(model)  # nothing was applied
 
 
@@ -98,7 +98,7 @@ def test_the_plan_of_a_training_holds_for_its_model_alone(tmp_path) -> None:
     loaded = actckpt.Plan.load(tmp_path / "plan.json")
     assert loaded == plan and loaded.model["torch"] == torch.__version__
     assert actckpt.apply(_model(), policy=loaded) == ("0", "1", "2", "3")
-    with pytest.raises(actckpt.BlocksError, match="8 of 24 parameters are not in that one"):
+    with pytest.raises(actckpt.errors.BlocksError, match="8 of 24 parameters are not in that one"):
         actckpt.apply(_model(6), policy=loaded)
 
 

@@ -95,7 +95,7 @@ def test_steps_run_in_the_smallest_budget_that_is_named(kind: type[nn.Module], k
         return [_step(model, images, total=keyword == "budget", to_none=to_none) for _ in range(4)]
 
     expected = trained(made())
-    with pytest.raises(actckpt.PlanInfeasibleError) as raised:
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         trained(made(), **{keyword: 2**20 if keyword == "budget" else 1})
     smallest_bytes = raised.value.smallest_bytes
     del raised  # its frames have a model, whose bytes count on a device

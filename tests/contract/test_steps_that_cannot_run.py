@@ -117,7 +117,7 @@ def test_what_a_step_returns_is_no_reason_where_it_ran_backward() -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(actckpt.BlocksError, match="ran 2 times in the step") as raised:
+    with pytest.raises(actckpt.errors.BlocksError, match="ran 2 times in the step") as raised:
         actckpt.plan(step, model=model, activation_budget="100%", race=False)
     assert "It returned" not in str(raised.value)
 
@@ -133,7 +133,7 @@ def test_a_step_that_runs_without_gradients_is_told_so(off: Any) -> None:
     message = (
         r"^plan: 3 of 3 blocks ran without gradients in the step \(torch\.no_grad.*\): 0-2\. Pass a step that trains"
     )
-    with pytest.raises(actckpt.BlocksError, match=message):
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
         actckpt.plan(step, model=model, activation_budget="100%", race=False)
 
 
@@ -151,11 +151,17 @@ class _Skips(nn.Module):
 def test_blocks_that_no_step_calls_are_named_with_what_to_pass() -> None:
     model, other = _Skips(), _model()
     plan: Any = lambda step: actckpt.plan(step, model=model, activation_budget="100%", race=False)  # noqa: E731
-    with pytest.raises(actckpt.BlocksError, match=r"2 of 3 blocks were not called .* the _Skips was: layers\.0-1\."):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"2 of 3 blocks were not called .* the _Skips was: layers\.0-1\."
+    ):
         plan(lambda: model(_x()).sum().backward())
-    with pytest.raises(actckpt.BlocksError, match=r"called neither the _Skips that was given .* any of its 3 blocks\."):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"called neither the _Skips that was given .* any of its 3 blocks\."
+    ):
         plan(lambda: other(_x()).sum().backward())
-    with pytest.raises(actckpt.BlocksError, match=r"2 of 3 blocks were not .* and neither was the _Skips .*0-1\."):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"2 of 3 blocks were not .* and neither was the _Skips .*0-1\."
+    ):
         plan(lambda: model.layers[2](_x()).sum().backward())
 
 

@@ -97,7 +97,7 @@ def without(paths):
         try:
             same = all(map(torch.equal, expected, gradients(method)))
             found[method] = "right" if same else "WRONG"
-        except actckpt.ActckptError as error:
+        except actckpt.errors.ActckptError as error:
             found[method] = "clear" if f"torch {torch.__version__} has no torch." in str(error) else str(error)
         except AttributeError as error:  # C++ reads `_cdata` of each tensor that it meets, by name
             found[method] = "clear" if "no attribute '_cdata'" in str(error) else traceback.format_exc()

@@ -34,7 +34,7 @@ def _smallest(use: Callable[[Training, int], object]) -> float:
     """Return the smallest budget, as the error for one that is too small tells it. Holds no tensor by a traceback."""
     try:
         use(_training(), 3 << 20)
-    except actckpt.PlanInfeasibleError as error:
+    except actckpt.errors.PlanInfeasibleError as error:
         assert error.smallest_bytes is not None
         return error.smallest_bytes
     raise AssertionError("3 MiB were enough")

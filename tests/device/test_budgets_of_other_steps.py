@@ -110,7 +110,7 @@ def _unet_peaks(budget: int | None, num_steps: int, dtype: torch.dtype) -> tuple
 def _smallest(run: Callable[[int], object]) -> int:
     try:
         run(1 << 20)
-    except actckpt.PlanInfeasibleError as error:
+    except actckpt.errors.PlanInfeasibleError as error:
         assert error.smallest_bytes is not None
         return int(error.smallest_bytes)
     raise AssertionError("1 MiB was enough")

@@ -111,7 +111,7 @@ class _Training:
         try:
             for _ in range(2):
                 self.peak()
-        except actckpt.PlanInfeasibleError as error:
+        except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None
             return int(error.smallest_bytes)
         finally:

@@ -131,7 +131,9 @@ def _sharded(method: Method, *, inside: bool) -> Training:
 
 
 def _check_units_inside() -> None:
-    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks.0' has modules that FSDP2 shards.*fully_shard\("):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"block 'blocks.0' has modules that FSDP2 shards.*fully_shard\("
+    ):
         train(functools.partial(_sharded, inside=True), applied(activation_budget="70%", race=False), 1)
 
 
@@ -152,7 +154,9 @@ def _wrapped(_: Method, *, inside: bool) -> Training:
 
 
 def _check_wrapped(inside: bool) -> None:
-    with pytest.raises(actckpt.BlocksError, match=r"block 'blocks.0' has modules that FullyShardedDataParallel wraps"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"block 'blocks.0' has modules that FullyShardedDataParallel wraps"
+    ):
         train(functools.partial(_wrapped, inside=inside), PLAIN, 1)
 
 
@@ -174,7 +178,9 @@ def _check_plan_and_compare() -> None:
     found = actckpt.compare(step, model=model, rounds=2)
     assert [row.name for row in found.rows] == ["none", "recompute", "keep matmuls"]
     assert all(row.same_bits for row in found.rows)
-    with pytest.raises(actckpt.BlocksError, match=r"exchanges tensors with other ranks, 2 in all.*actckpt\.apply"):
+    with pytest.raises(
+        actckpt.errors.BlocksError, match=r"exchanges tensors with other ranks, 2 in all.*actckpt\.apply"
+    ):
         actckpt.plan(step, model=model, activation_budget="70%")
     actckpt.plan(lambda: model(x).square().mean().backward(), model=model, activation_budget="70%", race=False)
 

@@ -88,7 +88,7 @@ def _smallest() -> int:
     try:
         for _ in range(3):
             training.step()
-    except actckpt.PlanInfeasibleError as error:
+    except actckpt.errors.PlanInfeasibleError as error:
         assert error.smallest_bytes is not None
         return int(error.smallest_bytes)
     raise AssertionError("8 MiB were enough")

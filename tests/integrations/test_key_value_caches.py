@@ -136,7 +136,7 @@ TRAINED_THROUGH = ["llama", "mistral", "gemma 2", "gpt oss"]
 def test_training_through_the_cache_of_an_applied_model_says_how(name: str) -> None:
     model = make(name)
     actckpt.apply(model)
-    with pytest.raises(actckpt.BlocksError, match=r"(?s)second time.*taken away.*any policy"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"(?s)second time.*taken away.*any policy"):
         _two_calls(model, name)
 
 
@@ -194,7 +194,7 @@ def test_training_through_a_cache_that_checkpoint_is_given_is_right(name: str) -
 
 
 def test_state_that_a_module_hands_from_call_to_call_is_named_by_the_error() -> None:
-    with pytest.raises(actckpt.RerunMismatchError, match="attribute of a module"):
+    with pytest.raises(actckpt.errors.RerunMismatchError, match="attribute of a module"):
         _step(_checkpointed("recurrent gemma"), "recurrent gemma")
 
 

@@ -122,7 +122,7 @@ def test_the_optimizer_is_told_beside_a_budget_only(tmp_path: Path, monkeypatch:
 def test_a_module_that_is_applied_already_stays_so(tmp_path: Path) -> None:
     module = Module()
     actckpt.apply(module)
-    with pytest.raises(actckpt.BlocksError, match="checkpointed already"):
+    with pytest.raises(actckpt.errors.BlocksError, match="checkpointed already"):
         _fit(module, tmp_path, callback())
     assert len(actckpt.report(module).blocks_patched) == 4
 

@@ -43,7 +43,7 @@ def _reads_newer_casts(te: Any) -> bool:
             outputs.append(actckpt.checkpoint(module, x, is_first_microbatch=is_first))
     try:
         outputs[1].sum().backward()
-    except actckpt.TransformerEngineError:
+    except actckpt.errors.TransformerEngineError:
         return False
     return True
 

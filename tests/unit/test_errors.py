@@ -40,12 +40,11 @@ def test_every_error_of_the_tree_is_exported() -> None:
     tree = {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}
     for kind in tree:
         assert kind.__name__ in errors.__all__ and getattr(errors, kind.__name__) is kind
-        assert kind.__name__ in actckpt.__all__ and getattr(actckpt, kind.__name__) is kind
 
 
 def test_a_traceback_names_an_error_as_a_program_catches_it() -> None:
     for kind in {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}:
-        assert traceback.format_exception_only(kind("why"))[-1] == f"actckpt.{kind.__name__}: why\n"
+        assert traceback.format_exception_only(kind("why"))[-1] == f"actckpt.errors.{kind.__name__}: why\n"
 
 
 def test_the_drawn_tree_is_the_tree() -> None:
@@ -64,8 +63,8 @@ def test_the_drawn_tree_is_the_tree() -> None:
 
 
 def test_errors_of_the_engine_are_runtime_errors_and_can_be_pickled() -> None:
-    assert issubclass(actckpt.EngineError, RuntimeError)
+    assert issubclass(actckpt.errors.EngineError, RuntimeError)
     for name in ("EngineError", "SpillReadError", "SpillFullError", "HostPoolFullError"):
-        kind = getattr(actckpt, name)
+        kind = getattr(actckpt.errors, name)
         error = pickle.loads(pickle.dumps(kind("no room")))
-        assert type(error) is kind and str(error) == "no room" and kind.__module__ == "actckpt"
+        assert type(error) is kind and str(error) == "no room" and kind.__module__ == "actckpt.errors"

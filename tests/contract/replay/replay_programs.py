@@ -256,7 +256,7 @@ def difference(program: list[Any], flags: tuple[bool, ...], mode: int, seed: int
     for number, mine in enumerate(ours[1]):
         raises_plainly |= number < len(plain[1]) and isinstance(plain[1][number], RuntimeError)
         if isinstance(mine, RuntimeError):
-            is_told = isinstance(mine, actckpt.SavedTensorChangedError) and changes_after_a_region(program)
+            is_told = isinstance(mine, actckpt.errors.SavedTensorChangedError) and changes_after_a_region(program)
             return None if raises_plainly or is_told else f"backward {number} raised {type(mine).__name__}: {mine}"
         if raises_plainly and not is_same(ours[0], copied[0]):
             return None  # a backward inside the forward raised here as it did plainly: nothing to compare with

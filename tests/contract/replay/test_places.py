@@ -408,7 +408,7 @@ def test_a_rerun_that_is_named_otherwise_than_its_forward_raises(way: str) -> No
         model(x).sum().backward()
         y = model(x)
         model.layers[0](x)
-        with pytest.raises((actckpt.RerunMismatchError, torch.utils.checkpoint.CheckpointError)):
+        with pytest.raises((actckpt.errors.RerunMismatchError, torch.utils.checkpoint.CheckpointError)):
             y.sum().backward()
 
 

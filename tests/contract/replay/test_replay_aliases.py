@@ -87,7 +87,7 @@ def _run(program: Program, change: int | None, region: Any) -> Tensor | None:
             aliases[change].mul_(3)
     try:
         return torch.autograd.grad(loss, x)[0]
-    except actckpt.SavedTensorChangedError:
+    except actckpt.errors.SavedTensorChangedError:
         assert not isinstance(region, nullcontext)
         return None
     except RuntimeError as error:
@@ -156,7 +156,7 @@ def test_a_parameter_that_changes_unseen_after_it_was_read_raises_also_where_its
 
     run(nullcontext())
     for policy in ("recompute", []):
-        with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+        with pytest.raises(actckpt.errors.SavedTensorChangedError, match="modified by an inplace operation"):
             run(actckpt.region(policy))
 
 
@@ -206,5 +206,5 @@ def test_a_compiled_function_that_overwrites_what_replay_needs_raises() -> None:
     if not torch_private.runs_compiled_below_modes:  # the region sees what it does, and replays around it
         assert torch.equal(run(actckpt.region()), torch.full((3,), 2.0))
         return
-    with pytest.raises(actckpt.ActckptError, match=r"(?s)cannot be brought back.*a compiled function"):
+    with pytest.raises(actckpt.errors.ActckptError, match=r"(?s)cannot be brought back.*a compiled function"):
         run(actckpt.region())

@@ -75,7 +75,7 @@ def test_rule_6_a_raw_write_never_gives_a_wrong_gradient(function: Any, has_stor
     for _ in range(5):
         try:
             found = _step(function, x, actckpt.region())
-        except actckpt.AuditError as error:
+        except actckpt.errors.AuditError as error:
             assert "configure(opaque=" in str(error)
             refused += 1
         else:
@@ -203,7 +203,7 @@ def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pyt
             y = (IntoRecordedValue.apply(x.sin()) * x).exp()
         flush()
         monkeypatch.setattr(PythonStore, "fetch", broken)
-        with pytest.raises(actckpt.AuditError) as raised:
+        with pytest.raises(actckpt.errors.AuditError) as raised:
             y.sum().backward()
     assert "the disk broke" in str(raised.value.__cause__)
 

@@ -78,7 +78,7 @@ def test_a_parameter_that_changed_before_backward_raises() -> None:
     loss = _loss(layer, x, "recompute", 2)
     with torch.no_grad():
         layer.weight.mul_(2)
-    with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="modified by an inplace operation"):
         loss.backward()
 
 

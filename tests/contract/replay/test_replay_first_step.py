@@ -153,5 +153,5 @@ def _asked_for_inside(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("program", [_dropped_after_all, _overwritten, _asked_for_inside])
 def test_what_might_have_been_kept_is_audited_all_the_same(program: Callable[[Tensor, Tensor], Tensor]) -> None:
     x, weight = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    with pytest.raises(actckpt.AuditError):
+    with pytest.raises(actckpt.errors.AuditError):
         program(x, weight).backward()

@@ -55,7 +55,7 @@ def _check() -> None:
         for left, right in zip(_gradients(policy, around=False), expected, strict=True):
             assert torch.equal(left, right), policy
     with pytest.raises(
-        actckpt.SavedTensorChangedError,
+        actckpt.errors.SavedTensorChangedError,
         match=r"(?s)of shape .* has 0 bytes now.*FSDP2 frees.*inside each unit",
     ):
         _gradients("recompute", around=True)
@@ -73,7 +73,7 @@ def test_rule_8_the_error_tells_the_shape_of_the_parameter() -> None:
     size = weight.untyped_storage().nbytes()
     weight.untyped_storage().resize_(0)
     with pytest.raises(
-        actckpt.SavedTensorChangedError, match=rf"a parameter of shape \(4, 3\), .* 0 bytes now; {size} were"
+        actckpt.errors.SavedTensorChangedError, match=rf"a parameter of shape \(4, 3\), .* 0 bytes now; {size} were"
     ):
         loss.backward()
 
@@ -84,5 +84,5 @@ def test_rule_8_the_error_tells_an_input_from_a_parameter() -> None:
     with actckpt.region():
         loss = ((x * 2) * y).sum()
     x.untyped_storage().resize_(0)
-    with pytest.raises(actckpt.SavedTensorChangedError, match="Backward needs an input of shape"):
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="Backward needs an input of shape"):
         loss.backward()

@@ -422,7 +422,7 @@ def test_a_change_of_such_a_product_while_backward_has_it_raises(through: str) -
                 y = h @ weight
             flush()
             h.register_hook(changed)  # the replay of `h` has read it by then, and backward of silu reads it next
-            with pytest.raises(actckpt.SavedTensorChangedError):
+            with pytest.raises(actckpt.errors.SavedTensorChangedError):
                 y.square().sum().backward()
 
 

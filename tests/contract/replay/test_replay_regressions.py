@@ -110,7 +110,7 @@ def test_a_kept_value_changed_through_data_is_watched_through_the_saved_tensor(p
     if policy == "recompute":
         assert_equal(torch.autograd.grad(y.sum(), x)[0], expected)
     else:
-        with pytest.raises(actckpt.SavedTensorChangedError, match="expected version"):
+        with pytest.raises(actckpt.errors.SavedTensorChangedError, match="expected version"):
             torch.autograd.grad(y.sum(), x)
 
 
@@ -131,7 +131,7 @@ def test_a_kept_product_is_watched_through_what_matmul_gave_on(name: str, runs_c
     torch.autograd.grad(y.sum(), weight, retain_graph=True)
     with torch.no_grad():
         product.zero_()
-    with pytest.raises(actckpt.SavedTensorChangedError, match="expected version"):
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="expected version"):
         torch.autograd.grad(y.sum(), weight)
 
 
@@ -307,7 +307,7 @@ def test_a_tensor_freed_after_its_region_is_not_replayed_from() -> None:
         y = (weight.conj().real.sin().sum() * x.sin()) * x
         z = torch.view_as_real(weight.conj() * x.detach()).sin()[:, 0] * x
     weight.untyped_storage().resize_(0)
-    with pytest.raises(actckpt.ActckptError, match=r"0 bytes now; 512 were recorded"):
+    with pytest.raises(actckpt.errors.ActckptError, match=r"0 bytes now; 512 were recorded"):
         (y.sum() + z.sum()).backward()
 
 
@@ -359,7 +359,7 @@ def test_a_view_of_a_parameter_that_changed_after_its_region_raises() -> None:
         y = x @ weight.t()
     with torch.no_grad():
         weight.mul_(2)
-    with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="modified by an inplace operation"):
         y.sum().backward()
 
 

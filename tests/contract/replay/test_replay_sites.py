@@ -152,7 +152,7 @@ def test_the_audit_of_one_function_does_not_pass_another_one_of_the_same_operato
     for _ in range(3):
         try:
             found = _gradient(second, x)
-        except actckpt.AuditError:
+        except actckpt.errors.AuditError:
             refused += 1
         else:
             assert_equal(found, expected)

@@ -259,5 +259,5 @@ def test_requires_grad_switched_off_before_backward_raises_or_is_right() -> None
     model, x = mlp(), leaf(3, 8)
     y = ours(model, x)
     model.requires_grad_(False)
-    with pytest.raises(actckpt.RerunMismatchError):
+    with pytest.raises(actckpt.errors.RerunMismatchError):
         y.sum().backward()

@@ -119,7 +119,7 @@ def test_an_input_changed_in_place_after_forward_raises_and_is_named(place: str,
 
     expected, silently_wrong = run(plain), run(theirs)
     assert not torch.equal(expected, silently_wrong), "torch has learnt this: say so in docs/differences.md"
-    with pytest.raises(actckpt.InputChangedError, match=f"(?s){words}"):
+    with pytest.raises(actckpt.errors.InputChangedError, match=f"(?s){words}"):
         run(ours)
 
 
@@ -165,7 +165,7 @@ def test_a_parameter_that_an_optimizer_moved_before_backward_raises(call: str | 
 
     assert not torch.equal(run(theirs), run(plain))
     with pytest.raises(
-        actckpt.RerunMismatchError,
+        actckpt.errors.RerunMismatchError,
         match=r"(?s)Parameter '0.weight'.*version 2.*version 1.*optimizer step",
     ):
         run(ours)
@@ -411,6 +411,6 @@ def test_a_tensor_changed_in_place_after_it_was_saved_inside_raises_as_without_c
         run(plain)
     run(theirs)  # silently wrong
     with pytest.raises(
-        actckpt.SavedTensorChangedError, match=r"(?s)modified by an inplace operation.*version 1; expected"
+        actckpt.errors.SavedTensorChangedError, match=r"(?s)modified by an inplace operation.*version 1; expected"
     ):
         run(ours)

@@ -242,7 +242,7 @@ def test_an_input_changed_in_place_raises_the_same_error_on_every_path(how: str,
     if how == "other dtype":
         torch.set_default_dtype(torch.float64)
     try:
-        with pytest.raises(actckpt.InputChangedError, match=r"(?s)Argument 0.*Version \d in forward, \d now"):
+        with pytest.raises(actckpt.errors.InputChangedError, match=r"(?s)Argument 0.*Version \d in forward, \d now"):
             y.sum().backward()
     finally:
         torch.set_default_dtype(torch.float32)

@@ -59,5 +59,5 @@ def test_other_sizes_in_a_rerun_are_told() -> None:
     torch.manual_seed(0)
     model, inputs = _Attention(), iter((_jagged(3, 5), _jagged(3, 6)))
     y = actckpt.checkpoint(lambda _: model(next(inputs)), torch.ones(1, requires_grad=True), use_reentrant=False)
-    with pytest.raises(actckpt.RerunMismatchError, match="saved a tensor that is different from its forward's"):
+    with pytest.raises(actckpt.errors.RerunMismatchError, match="saved a tensor that is different from its forward's"):
         y.values().square().sum().backward()

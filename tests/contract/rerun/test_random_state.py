@@ -354,7 +354,7 @@ def test_an_extension_sees_a_failed_rerun_end(provided: Any) -> None:
     with provided(provider):
         y = ours(function, leaf(3))
     provider.number = 2
-    with pytest.raises(actckpt.RerunMismatchError):
+    with pytest.raises(actckpt.errors.RerunMismatchError):
         y.sum().backward()
     assert provider.number == 2 and provider.log[-1] == "rerun 1 ends"
 

@@ -195,7 +195,7 @@ def test_wording_a_mismatch_keeps_no_local_variables_of_the_callers_alive() -> N
     storage = weakref.ref(middle.untyped_storage())
     y = ours(function, middle).sum()
     del middle
-    with pytest.raises(actckpt.RerunMismatchError):
+    with pytest.raises(actckpt.errors.RerunMismatchError):
         y.backward()
     del y
     gc.collect()
@@ -248,5 +248,5 @@ def test_a_parameter_of_a_scripted_module_that_changes_before_backward_raises(na
     same.sum().backward()
     with torch.no_grad():
         dict(scripted.named_parameters())[f"0.{name}"].add_(1.0)
-    with pytest.raises(actckpt.RerunMismatchError, match="parameter"):
+    with pytest.raises(actckpt.errors.RerunMismatchError, match="parameter"):
         changed.sum().backward()

@@ -209,7 +209,9 @@ def test_a_buffer_that_is_changed_for_the_first_time_in_a_later_call_raises_once
     for _ in range(2):
         call(ours, module, x).sum().backward()
     y = call(ours, module, x)
-    with pytest.raises(actckpt.InputChangedError, match=r"(?s)Buffer 'average' of Late.*version 1.*version 0.*policy"):
+    with pytest.raises(
+        actckpt.errors.InputChangedError, match=r"(?s)Buffer 'average' of Late.*version 1.*version 0.*policy"
+    ):
         y.sum().backward()
     x.grad = None
     expected = torch.autograd.grad((x + module.average).exp().sum(), x)[0]
@@ -233,7 +235,7 @@ def test_a_buffer_that_somebody_changes_after_the_forward_raises_where_it_is_rea
         y.sum().backward()
         assert_equal(x.grad, x.detach().exp())
         return
-    with pytest.raises(actckpt.InputChangedError, match="Buffer 'average' of Late"):
+    with pytest.raises(actckpt.errors.InputChangedError, match="Buffer 'average' of Late"):
         y.sum().backward()
 
 
@@ -417,5 +419,5 @@ def test_weights_of_functional_call_that_changed_in_place_raise() -> None:
     y = torch.func.functional_call(Outer(model, FUNCTIONAL["module"]), weights, (leaf(2, 3),))
     with torch.no_grad():
         weights["inner.0.bias"].add_(1)
-    with pytest.raises(actckpt.RerunMismatchError, match=r"version 1; it was at version 0"):
+    with pytest.raises(actckpt.errors.RerunMismatchError, match=r"version 1; it was at version 0"):
         y.sum().backward()

@@ -332,5 +332,5 @@ def test_quantized_weights_that_are_changed_after_they_were_saved_raise(name: st
     y = METHODS[name](lambda x: _QuantizedLinear.apply(x, weight), leaf(4, 8))
     with torch.no_grad():
         weight.mul_(0.5)
-    with pytest.raises(actckpt.SavedTensorChangedError, match="modified by an inplace operation"):
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="modified by an inplace operation"):
         y.sum().backward()

@@ -241,7 +241,9 @@ def test_a_rerun_whose_numbers_would_differ_is_refused_while_a_stream_is_capturi
 
     x, keywords = torch.ones(2, requires_grad=True), {} if kind == "common" else {"y": 1}
     worked.captures = True
-    with pytest.raises(actckpt.ActckptError, match=r"function .* runs while .* captured .* preserve_rng_state=False"):
+    with pytest.raises(
+        actckpt.errors.ActckptError, match=r"function .* runs while .* captured .* preserve_rng_state=False"
+    ):
         actckpt.checkpoint(function, x, **keywords)
     assert noted(drawn) == []
     y = actckpt.checkpoint(function, x, preserve_rng_state=False, **keywords)

@@ -166,7 +166,7 @@ def test_what_cannot_be_is_named_in_one_line(table: Table, case: str) -> None:
         CostTable.from_dict(table)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.ActckptError)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.errors.ActckptError)
 
 
 def test_a_value_that_comes_before_its_input_is_named(table: Table) -> None:

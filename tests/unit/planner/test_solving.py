@@ -251,7 +251,7 @@ def test_the_error_says_what_holds_the_memory() -> None:
     assert str(caught.value).startswith("No plan fits into 60 B: the smallest budget is 189 B (189 bytes). ")
     text = "backward of 'a', number 4 of 4: 22 B its working set, 100 B fixed, 1 B gradients made by then, 66 B kept"
     assert text in str(caught.value) and "\n" not in str(caught.value)
-    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.ActckptError)
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.errors.ActckptError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.smallest_bytes) == (str(caught.value), 189)
 
