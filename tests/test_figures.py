@@ -39,9 +39,9 @@ def _says(page: str, label: str, values: list[float]) -> None:
         ("replay_overhead", "a dispatch mode and hooks that do nothing", "mode and hooks"),
     ],
 )
-def test_overheads_in_the_readme_are_those_of_the_results(result: str, label: str, method: str) -> None:
+def test_overheads_are_those_of_the_results(result: str, label: str, method: str) -> None:
     figures = _figures(result)
-    _says("README.md", label, [figures[f"test_time_over_plain[{n}]"]["ratios"][method] for n in (32, 8, 1)])
+    _says("docs/benchmarks.md", label, [figures[f"test_time_over_plain[{n}]"]["ratios"][method] for n in (32, 8, 1)])
 
 
 @pytest.mark.parametrize(
@@ -52,9 +52,9 @@ def test_overheads_in_the_readme_are_those_of_the_results(result: str, label: st
         ("a dispatch mode and hooks around each block that do nothing", "mode and hooks"),
     ],
 )
-def test_costs_per_operator_in_the_readme_are_those_of_the_results(label: str, method: str) -> None:
+def test_costs_per_operator_are_those_of_the_results(label: str, method: str) -> None:
     found = _figures("recording")["gpt2 thin"]["now"]
-    _says("README.md", label, [found[phase][method]["us_per_operator"] for phase in ("forward", "backward")])
+    _says("docs/benchmarks.md", label, [found[phase][method]["us_per_operator"] for phase in ("forward", "backward")])
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_costs_per_operator_in_the_readme_are_those_of_the_results(label: str, m
         ("`actckpt.checkpoint`, each block, by rerun or by replay", ["actckpt rerun", "actckpt recompute"]),
     ],
 )
-def test_bytes_in_the_readme_are_those_of_the_results(label: str, methods: list[str]) -> None:
+def test_bytes_are_those_of_the_results(label: str, methods: list[str]) -> None:
     figures = _figures("replay_memory")["test_four_transformer_blocks"]["figures"]
     for method in methods:
-        _says("README.md", label, [figures[method][key] for key in ("held", "peak", "matmuls_in_backward")])
+        _says("docs/benchmarks.md", label, [figures[method][key] for key in ("held", "peak", "matmuls_in_backward")])
 
 
 @pytest.mark.parametrize("width", [1024, 256])
-def test_steps_with_offload_in_the_readme_are_those_of_the_results(width: int) -> None:
+def test_steps_with_offload_are_those_of_the_results(width: int) -> None:
     found = _figures("offload_disk")[f"test_fall_of_resident_memory_and_time_of_a_step[{width}]"]
     both = found["plain"], found["offload"]
     peaks, seconds = [one["peak_rss_bytes"] / 2**30 for one in both], [one["step_seconds"] for one in both]
-    _says("README.md", f"width {width}", peaks + seconds)
+    _says("docs/benchmarks.md", f"width {width}", peaks + seconds)
     longer = f"{100 * (seconds[1] / seconds[0] - 1):.0f} %"
     assert longer in (_ROOT / "docs/offload.md").read_text()
 
@@ -243,6 +243,22 @@ def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
 
 def _gpu_page() -> str:
     return (_ROOT / "docs/gpu.md").read_text().replace("\n", " ")
+
+
+def test_the_table_of_the_readme_is_that_of_the_results() -> None:
+    figures = _result("gpu_budgets", "h200_2026-11-26")["figures"]
+    llama, rounds = figures["llama"], figures["in turns"]
+    others = rounds["round 8"]["by_now"]["budget 1"]["to"]
+    _says("README.md", "no checkpointing", [1, llama["plain"]["peak_bytes"] / 2**30])
+    for label, method in (
+        ("`torch.utils.checkpoint`", "torch checkpoint"),
+        ("torch's selective checkpoint, keep matmuls", "torch selective, keeps mm"),
+    ):
+        _says("README.md", label, [_over_plain(rounds, method)[0], others[method]["peak_bytes"] / 2**30])
+    for number in (1, 2, 3):
+        row = llama[f"budget {number}"]
+        values = [_over_plain(rounds, f"budget {number}")[0], row["peak_bytes"] / 2**30]
+        _says("README.md", f"actckpt, budget of {row['budget_bytes'] / 2**30:.2f} GiB", values)
 
 
 def test_budgets_on_another_gpu_are_those_of_the_results() -> None:
