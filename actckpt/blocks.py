@@ -6,7 +6,7 @@ How blocks are patched is in actckpt/_blocks/applied.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, get_args, overload
+from typing import Any, TypedDict, get_args
 
 import torch
 from typing_extensions import Unpack
@@ -54,19 +54,14 @@ class OffloadKeywords(TypedDict, total=False):
     min_bytes: int | str
 
 
-class BudgetKeywords(TypedDict, total=False):
-    """What `apply` takes to find a plan while the model trains."""
-
-    budget: float | str
-    activation_budget: float | str
-    optimizer: Optimizers
-    pins: Mapping[Any, Action | str]
-    race: bool
-    on_infeasible: OnInfeasible
+class BlockKeywords(ApplyKeywords, OffloadKeywords, total=False):
+    """The other keywords of `apply`: which of them count depends on the policy."""
 
 
 _OFFLOAD_OPTIONS = frozenset(OffloadKeywords.__annotations__)
-_BUDGET_OPTIONS = frozenset(BudgetKeywords.__annotations__)
+_BUDGET_OPTIONS = frozenset({"budget", "activation_budget", "optimizer", "pins", "race", "on_infeasible"})
+#: Their values where there is none.
+_WITHOUT_BUDGET = {"optimizer": None, "pins": None, "race": True, "on_infeasible": "warn"}
 _CHECKPOINT_OPTIONS = frozenset(CheckpointOptions._fields) - {"policy"}
 _BUDGET = "a budget in place of a policy"
 #: All of them, by when they are known.
@@ -74,46 +69,18 @@ _OPTIONS = {"policy='offload'": _OFFLOAD_OPTIONS, _BUDGET: _BUDGET_OPTIONS, "oth
 OPTION_NAMES = frozenset({"policy", "blocks"}).union(*_OPTIONS.values())
 
 
-class _Default:
-    """Stands for a policy that was not given."""
-
-    def __repr__(self) -> str:
-        return "'recompute'"
-
-
-_DEFAULT = _Default()
-
-
-@overload
 def apply(
     model: torch.nn.Module,
-    policy: Literal["offload", Action.OFFLOAD],
+    policy: Policy | Plan | None = "recompute",
     blocks: Blocks | None = None,
-    **options: Unpack[OffloadKeywords],
-) -> tuple[str, ...]: ...
-
-
-@overload
-def apply(
-    model: torch.nn.Module, *, blocks: Blocks | None = None, **options: Unpack[BudgetKeywords]
-) -> tuple[str, ...]: ...
-
-
-@overload
-def apply(model: torch.nn.Module, policy: Plan) -> tuple[str, ...]: ...
-
-
-@overload
-def apply(
-    model: torch.nn.Module,
-    policy: Policy | None = "recompute",
-    blocks: Blocks | None = None,
-    **options: Unpack[ApplyKeywords],
-) -> tuple[str, ...]: ...
-
-
-def apply(
-    model: torch.nn.Module, policy: Any = _DEFAULT, blocks: Blocks | None = None, **options: Any
+    *,
+    budget: float | str | None = None,
+    activation_budget: float | str | None = None,
+    optimizer: Optimizers = None,
+    pins: Mapping[Any, Action | str] | None = None,
+    race: bool = True,
+    on_infeasible: OnInfeasible = "warn",
+    **options: Unpack[BlockKeywords],
 ) -> tuple[str, ...]:
     """Checkpoint the blocks of `model`: each call of such a block becomes a region.
 
@@ -128,15 +95,19 @@ def apply(
             These are modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes),
             neither stages of many blocks nor small parts of blocks, such that the least is held at the peak; NOTE [
             Blocks of a model ] in actckpt/_blocks/finding.py says how.
-        **options: keywords of `checkpoint`, or of `offload`, for every block. In place of a policy, a budget:
-            `budget` (all memory) or `activation_budget`, as in `actckpt.plan`, with `optimizer`, `pins` and `race`. The
-            plan is then made while the model trains. The first step runs with all blocks checkpointed, and is measured.
-            From the second step on the fastest plan that is predicted to fit runs. With `race` (the default; not with
-            `pins`) the next steps try it and simple choices in turn; the fastest one is kept. Each kind of step has a
-            plan of its own: sizes of inputs, autocast, training or evaluation mode, what is trained.
-            Where no plan is predicted to fit, `on_infeasible="warn"` (the default) runs the plan that needs least and
-            warns, with the smallest budget and what holds the memory; `on_infeasible="raise"` raises.
-            `actckpt.report(model).plan` is the plan, None until it is made.
+        budget: in place of a policy, the most bytes at any moment of a step, of all memory, as in `actckpt.plan`.
+            The first step recomputes every block and is measured. From the second step on, the fastest plan that is
+            predicted to fit runs; the next steps may try others. Each kind of step has a plan of its own: sizes of
+            inputs, autocast, training or evaluation mode, what is trained. `actckpt.report(model).plan` is the plan,
+            None until it is made.
+        activation_budget: in place of `budget`, the most bytes that a step may add to what was there before it, without
+            gradients of parameters.
+        optimizer: the one that trains the model, or several in a list: its state counts toward `budget`.
+        pins: values and the actions that plans must give them, as in `actckpt.planner.solve`.
+        race: whether steps try the plan and simple choices in turn; the fastest one is kept. Not with `pins`.
+        on_infeasible: where no plan is predicted to fit: `"warn"` runs the plan that needs least and warns, with the
+            smallest budget and what holds the memory; `"raise"` raises.
+        **options: keywords of `checkpoint`, or with `policy="offload"` of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.
@@ -159,19 +130,21 @@ def apply(
         ('0', '1', '2')
     """
     check_model(model, "apply")
-    if not {"budget", "activation_budget"}.isdisjoint(options):
-        return _apply_budget(model, policy, blocks, options)
-    if isinstance(policy, _Default):
-        policy = "recompute"
+    given = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
+    given |= {"race": race, "on_infeasible": on_infeasible}
+    if budget is not None or activation_budget is not None:
+        return _apply_budget(model, policy, blocks, given, options)
+    extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] is not default}
+    others: dict[str, Any] = {**options, **extra}
     if isinstance(policy, Plan):
-        return _apply_plan(model, policy, blocks, options)
+        return _apply_plan(model, policy, blocks, others)
     if policy is Action.OFFLOAD:
         policy = "offload"
     if policy is not None:
         choice_of(policy)  # raises if it is none
-    _check_options(policy, options)
+    _check_options(policy, others)
     chosen = find_blocks(model, blocks, "apply")
-    names = patch(chosen, {name: {"policy": policy, **options} for name in chosen}, model)
+    names = patch(chosen, {name: {"policy": policy, **others} for name in chosen}, model)
     for forward in forwards_in(chosen).values():
         forward.together.policy = f"policy={_named(policy)}"
     watch(chosen)
@@ -179,17 +152,16 @@ def apply(
 
 
 def _apply_budget(
-    model: torch.nn.Module, policy: Any, blocks: Blocks | None, options: dict[str, Any]
+    model: torch.nn.Module, policy: Any, blocks: Blocks | None, given: dict[str, Any], options: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    if not isinstance(policy, _Default):
+    if not (isinstance(policy, str) and policy == "recompute"):
         what = repr(policy) if policy is None or isinstance(policy, str) else type(policy).__name__
         raise ValueError(f"apply: a budget beside policy={what}. Pass one of them: the budget decides the policy.")
-    if unknown := sorted(set(options) - _BUDGET_OPTIONS):
+    if unknown := sorted(options):
         known = ", ".join(sorted(_BUDGET_OPTIONS))
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    optimizers = optimizers_of(options.pop("optimizer", None), model, "apply")
-    given = {**dict.fromkeys(("budget", "activation_budget", "pins")), "race": True, **options}
+    optimizers = optimizers_of(given.pop("optimizer"), model, "apply")
     config = BudgetConfig(optimizers=optimizers, **given)
     check_budget(given, model, "apply")
     chosen = find_blocks(model, blocks, "apply")

@@ -298,7 +298,7 @@ def test_options_of_offload_are_named_as_such_where_another_policy_gets_them() -
         ValueError, match=r"unknown option early_stop for .*'offload'\. With other policies it is one\."
     ):
         actckpt.apply(_model(), **other)
-    other = {"race": True}
+    other = {"race": False}
     with pytest.raises(
         ValueError, match=r"option race for .*\. With a budget in place of a policy it is one\. Known: "
     ):

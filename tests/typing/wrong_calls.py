@@ -72,7 +72,7 @@ def models(model: torch.nn.Module) -> None:
     actckpt.apply(model, "recompute", early_stopp=False)  # wrong
     actckpt.apply(model, blocks=3)  # wrong
     actckpt.apply(model, budgt="70GiB")  # wrong
-    actckpt.apply(model, budget=None)  # wrong
+    actckpt.apply(model, budget=[1])  # wrong
     actckpt.plan(model=model, budget="70GiB")  # wrong
     actckpt.plan(lambda: None, model=model, budgt="70GiB")  # wrong
     actckpt.apply(model, blocks=[3])  # wrong
