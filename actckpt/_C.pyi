@@ -389,8 +389,6 @@ class TapeCore:
     window_follows: bool
     #: Whether some of its values are made by collectives that run again.
     repeats: bool
-    #: Whether all ranks have to say first that they repeat the same.
-    must_agree: bool
     @property
     def choice(self) -> Any: ...
     @choice.setter

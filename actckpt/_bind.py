@@ -31,7 +31,7 @@ from actckpt._replay import (
     wrappers,
 )
 from actckpt._replay.operators import operator_of
-from actckpt._rerun import other_ranks, region
+from actckpt._rerun import region
 from actckpt._rerun.buffers import note_buffers
 from actckpt.action import Action
 
@@ -94,7 +94,6 @@ NAMES: dict[str, Any] = {
     "changed_error": messages.HeldTensorChanged,
     "input_error": messages.changed_error,
     "failure": region.failure,
-    "is_watched": other_ranks.is_watched,
     "parameter_error": messages.parameter_error,
     # Work of backward that runs out of memory.
     "may_run_again": rescue.may_run_again,
@@ -138,10 +137,7 @@ NAMES: dict[str, Any] = {
     "resized_error": aliases.resized_error,
     "changed_after_error": aliases.changed_after_error,
     "other_bytes_error": execute.other_bytes_error,
-    "agree": collectives.agree,
-    "explained": collectives.explained,
-    "outside_error": collectives.outside_error,
-    "out_of_turn_error": collectives.out_of_turn_error,
+    "order_error": collectives.order_error,
     "keep": Action.KEEP,
     "offload": Action.OFFLOAD,
     "recompute": Action.RECOMPUTE,

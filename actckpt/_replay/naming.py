@@ -10,7 +10,7 @@ Rule 2. What becomes of a value is decided when autograd first saves it, or by i
 Rule 3. What stays by its place can be dropped by a name as long as nothing has saved it: under such tables it has a
         step until the region closes (`names_drop`). What was saved before stays, and the report says so.
 Rule 4. What a collective returned is never dropped by a name; where a policy says so, it raises
-        (Rule 1 of NOTE [ Repeated collectives ]).
+        (Rule 2 of NOTE [ Repeated collectives ]).
 Rule 5. The policy is the one of the region in which the value was born, as for all that it decides.
 """
 

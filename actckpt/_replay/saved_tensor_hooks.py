@@ -132,7 +132,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is None or tape.repeats:  # Rule 6 of NOTE [ Repeated collectives ]
+    if expected.original is None or tape.repeats:  # Rule 5 of NOTE [ Repeated collectives ]
         raise _failure(handle)
     try:
         with Paused():

@@ -21,7 +21,6 @@ from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
-from actckpt._replay.collectives import Collectives
 from actckpt._replay.coverage import Filling
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, Window, is_unread, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
@@ -57,8 +56,6 @@ class Tape(TapeCore):
     wrappers: dict[int, Seen] | None = None
     #: What a checkpoint around the region got for it (Rule 6 of NOTE [ Hooks outside ]); it looks at what is alive.
     token: Any = None
-    #: Those that ran, None: none.
-    collectives: Collectives | None = None
     #: What it wrote in place to memory from outside that has no graph, such as buffers of modules; None: nothing.
     written_state: weakref.WeakSet[Value] | None = None
     #: Of `opaque_bytes`, those of compiled code.

@@ -144,7 +144,6 @@ namespace actckpt {
   X(has_same_bytes) \
   X(input_error) \
   X(failure) \
-  X(is_watched) /* (function): ranks must compare what it repeats */ \
   X(parameter_error) \
   X(script_failure) /* how TorchScript words that a hook has raised */ \
   X(store_for)      /* (type of device) -> store */ \
@@ -181,10 +180,7 @@ namespace actckpt {
   X(resized_error)       /* (held, value) */ \
   X(changed_after_error) /* (tensor, expected version) */ \
   X(other_bytes_error)   /* (value, result) */ \
-  X(agree)               /* (tape): all ranks run the same collectives again */ \
-  X(explained)           /* (tape, error of a collective) -> error */ \
-  X(outside_error)       /* (value) */ \
-  X(out_of_turn_error)   /* (value) */ \
+  X(order_error)         /* (value) */ \
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
   X(offload)             /* Action.OFFLOAD */ \

@@ -206,7 +206,6 @@ struct TapeObject {
   char window_follows;  // the sizes seen: each backward begins without a limit
   char repeats;         // some of its values are made by collectives that run again (replay/repeated_collectives.h)
   char is_repeating;    // and one of them may run now
-  char must_agree;      // all ranks must say first that they repeat the same
 };
 
 extern PyTypeObject* value_type;

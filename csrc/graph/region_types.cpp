@@ -187,7 +187,6 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               FLAG(TapeObject, "audits_always", audits_always),
                               FLAG(TapeObject, "window_follows", window_follows),
                               FLAG(TapeObject, "repeats", repeats),
-                              FLAG(TapeObject, "must_agree", must_agree),
                               END};
 PyGetSetDef tape_getters[] = {{"choice", tape_choice, set_tape_choice, nullptr, nullptr},
                               {"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},
