@@ -384,9 +384,10 @@ class TapeCore:
     is_open: bool
     is_audited: bool
     audits_always: bool
-    #: Most bytes of replayed values that wait for their turn, -1: no limit; and whether each backward finds it anew.
+    #: Most bytes of replayed values that wait for their turn in this backward, -1: no limit so far; and whether there
+    #: may be one.
     window_bytes: int
-    window_follows: bool
+    has_windows: bool
     #: Whether some of its values are made by collectives that run again.
     repeats: bool
     @property
@@ -408,7 +409,6 @@ def memory_of(tensor: Tensor | None) -> torch.UntypedStorage | None: ...
 def strided_storage_of(tensor: Tensor) -> torch.UntypedStorage | None: ...
 def is_paused() -> bool: ...
 
-SMALL_WINDOW_BYTES: int
 FEW_VALUES: int
 
 dispatch: Callable[..., Any]

@@ -28,6 +28,7 @@ from actckpt._replay import (
     saved_tensor_hooks,
     schedule,
     unrecorded,
+    windows,
     wrappers,
 )
 from actckpt._replay.operators import operator_of
@@ -131,6 +132,7 @@ NAMES: dict[str, Any] = {
     "check_watched": aliases.check_watched,
     "watched_type": aliases.Watched,
     "replay_order": schedule.order,
+    "small_window_bytes": windows.SMALL_BYTES,
     "replay_specially": execute.replay_specially,
     "private_memory": execute.private_memory,
     "lost_error": execute.lost_error,

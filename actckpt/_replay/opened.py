@@ -103,7 +103,7 @@ class OpenRegion:
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
         counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
         looks_up_calls: with `counts_anew`, places do not rely on what regions with the same first operators ran.
-        is_block: what backward asks for again stays, whatever its size (NOTE [ Windows ]).
+        is_block: all that backward asks for again stays (NOTE [ Windows ]).
     """
 
     __slots__ = (
@@ -205,7 +205,7 @@ class OpenRegion:
         if outer_hooks is not None and self._arguments is not None and not get_all_leaves(outer_hooks):
             storages = [strided_storage_of(value) for value in self._arguments if isinstance(value, Tensor)]
             tape.argument_storages = set(map(id, storages))
-        tape.window_follows = tape.window_follows and not self._is_block
+        tape.has_windows = not self._is_block
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
         if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):

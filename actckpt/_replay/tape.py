@@ -86,8 +86,6 @@ class Tape(TapeCore):
         self.is_audited = site.begin(self.audit) and not (self.outer is not None and site.has_other_hooks)
         self.opaque_names = settings.opaque
         self.replay_order = settings.replay_order
-        self.window_follows = settings.replay_window == "auto"
-        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
 
     # What few regions need, made when it is: a region may be as short as two operators
 

@@ -187,7 +187,7 @@ struct TapeObject {
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached
-  long long window_bytes;  // most of them; -1: no limit
+  long long window_bytes;  // most of them in this backward; -1: no limit
   long long counted_task;  // see `count_needs`
   long long num_lost;
   long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
@@ -203,9 +203,9 @@ struct TapeObject {
   char is_open;
   char is_audited;
   char audits_always;
-  char window_follows;  // the sizes seen: each backward begins without a limit
-  char repeats;         // some of its values are made by collectives that run again (replay/repeated_collectives.h)
-  char is_repeating;    // and one of them may run now
+  char has_windows;   // each backward begins without a limit, and may get one
+  char repeats;       // some of its values are made by collectives that run again (replay/repeated_collectives.h)
+  char is_repeating;  // and one of them may run now
 };
 
 extern PyTypeObject* value_type;

@@ -130,7 +130,7 @@ PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
     tape->holding = py::list().release().ptr();
     tape->saved = py::list().release().ptr();
     tape->candidates = py::list().release().ptr();
-    tape->swap = -1;
+    tape->swap = tape->window_bytes = tape->counted_task = -1;
     tape->is_open = 1;
     return result.release().ptr();
   });
@@ -185,7 +185,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               FLAG(TapeObject, "is_open", is_open),
                               FLAG(TapeObject, "is_audited", is_audited),
                               FLAG(TapeObject, "audits_always", audits_always),
-                              FLAG(TapeObject, "window_follows", window_follows),
+                              FLAG(TapeObject, "has_windows", has_windows),
                               FLAG(TapeObject, "repeats", repeats),
                               END};
 PyGetSetDef tape_getters[] = {{"choice", tape_choice, set_tape_choice, nullptr, nullptr},

@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, train
 
 import actckpt
+from actckpt import _C, _bind
 from actckpt._core import pressure
+from actckpt._replay import windows
 
 functional = torch.ops._c10d_functional
 
@@ -77,7 +79,8 @@ def _without_room(model: nn.Module) -> None:
     """Let the second rank keep as little of a replay as it can."""
     if dist.get_rank() != 1:
         return
-    actckpt.configure(replay_window=1)
+    windows.LEAST_GAIN = 1
+    _C.connect(_bind.NAMES | {"small_window_bytes": 0})
     for parameter in model.parameters():
         parameter.register_hook(lambda _: pressure.release(1 << 40) and None)
 

@@ -127,5 +127,5 @@ def settings() -> None:
         host_limit="64GiB", disk_limit=None, spill_dir="/tmp", max_inflight="auto", num_workers=1
     )
     assert_type(changed.host_limit, int | None)
-    actckpt.configure(audit="always", opaque=["aten.mul", torch.ops.aten.mm], observers=[], replay_window=1 << 20)
+    actckpt.configure(audit="always", opaque=["aten.mul", torch.ops.aten.mm], observers=[])
     assert_type(actckpt.stats().offloaded_bytes, int)
