@@ -225,7 +225,6 @@ class Value:
     why_opaque: str
     entry: Entry | None
     #: That `actckpt.name` gave.
-    names: tuple[str, ...] | None
     #: With the next three its place, see `Calls`; None: nobody asked, or no recorded operator made it.
     @property
     def module(self) -> str | None: ...
@@ -319,7 +318,6 @@ class Entry:
     action: Action
     #: Why it got its action, where the policy alone does not say.
     why: str
-    names: tuple[str, ...] | None
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     num_replays: int

@@ -81,7 +81,7 @@ from actckpt.estimation import Estimate, EstimatedPolicy, Target, estimate
 from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
 from actckpt.planner.plans import Plan
-from actckpt.regions import name, region
+from actckpt.regions import region
 from actckpt.statistics import Stats, reset_stats, stats
 from actckpt.tracing import trace
 
@@ -139,7 +139,6 @@ __all__ = [
     "get_device_states",
     "label_memory",
     "memory",
-    "name",
     "noop_context_fn",
     "offload",
     "plan",

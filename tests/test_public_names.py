@@ -57,7 +57,6 @@ CALLS = {  # in this order
     "get_device_states": lambda f: f(x),
     "set_device_states": lambda f: f([], []),
     "offload": lambda f: f(min_bytes=1)(layer)(x).sum().backward(),
-    "name": lambda f: f(x, "x"),
     "region": lambda f: f()(layer)(x).sum().backward(),
     "trace": lambda f: raises(FileNotFoundError, f("no/such/folder/step.json").__enter__),
     "set_checkpoint_debug_enabled": lambda f: f(True),

@@ -10,8 +10,7 @@ Rule 1. All ranks of a group have the same policy, around the same parts of the 
 Rule 2. What functional collectives return (`_c10d_functional`: all_gather_into_tensor, reduce_scatter_tensor,
         all_reduce, those of several tensors, all_to_all_single, broadcast) is kept, unless an entry of the policy names
         the operator, or the very place, and says recompute. No default names one, nor does an entry for a whole module,
-        or a function; a name that `actckpt.name` gives comes after the collective ran, and raises (NOTE [ Names ]). The
-        forms that write to what they are given, and all other collectives, are kept.
+        or a function. The forms that write to what they are given, and all other collectives, are kept.
 Rule 3. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
         run in the order of the forward, each with its wait (csrc/replay/repeated_collectives.cpp). What they return
         stays until the backward ends, or nothing leads to it any more: no window, no call for room releases it. So each
@@ -36,7 +35,7 @@ from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import ActckptError, AuditError, BlocksError
 
-__all__ = ["is_named", "named_error", "note", "order_error"]
+__all__ = ["is_named", "note", "order_error"]
 
 
 def is_named(tape: Any, operator: Operator) -> bool:
@@ -68,17 +67,6 @@ def order_error(value: Value) -> ActckptError:
         f"A saved tensor is made from what {_named(value)} returned, which the policy recomputes. It is read outside "
         "of a backward, or while two backwards of its region run in two threads, where other ranks need not run the "
         "collective. Read it inside of one backward, or keep what the collective returns: leave it out of the policy."
-    )
-
-
-def named_error(value: Value, name: str) -> ValueError:
-    """Say that a name does not have a collective repeated (Rule 2)."""
-    base = value.operator.func._schema.name.partition("::")[2]
-    entry = f"Add {{'::{base}': 'recompute'}} to the policy, or take" if value.operator.is_repeatable else "Take"
-    return ValueError(
-        f"actckpt.name: the policy recomputes what is named {name!r}, and {_named(value)} returned it. No name has a "
-        "collective run again, only an entry for its operator, on all ranks: it has run when what it returned gets a "
-        f"name. {entry} the name out of the policy."
     )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from actckpt._C import (
     Calls,
     all_or_nothing,
-    is_paused,
     pack_recorded,
     strided_storage_of,
     unknown_modes,
@@ -37,7 +36,7 @@ from actckpt._replay.tape import Tape
 from actckpt.action import Action
 from actckpt.errors import StillOpenError
 
-__all__ = ["OpenRegion", "innermost_tape"]
+__all__ = ["OpenRegion"]
 
 
 #: Tapes whose recorders are active, in any thread.
@@ -72,14 +71,6 @@ def _calls_of(nesting: int, where: str, counts_anew: bool, looks_up_calls: bool)
         _local.calls[nesting] = weakref.ref(known)
     known.begin(where)
     return known
-
-
-def innermost_tape() -> Tape | None:
-    """Return the tape to which autograd saves now, None where the innermost hooks are not those of a region."""
-    tape = _local.tape
-    if tape is None or is_paused():
-        return None
-    return tape if torch_private.are_on_top((tape.pack_hook, unpack_recorded)) else None
 
 
 def _push(hooks: torch_private.Hooks) -> None:
@@ -186,7 +177,6 @@ class OpenRegion:
         self._depth = current.depth + 1
         self.tape = current
         current.choice, current.depth = self._choice, self._depth
-        current.names_drop |= self._choice.names_drop
         self._outer_calls = current.calls
         if self._choice.asks_places and (current.calls is None or self._counts_anew):
             current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew, self._looks_up_calls)

@@ -68,8 +68,6 @@ class Tape(TapeCore):
         #: The hooks that were active where the region was opened.
         self.outer = outer
         self._take_settings(site, config.settings())
-        #: Whether what stays may have a step until the region closes: a name may still say that it is dropped.
-        self.names_drop = choice.names_drop
         self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
 
@@ -357,7 +355,6 @@ class Tape(TapeCore):
             replayable=self.can_replay(value),
             module=value.module or self.site.modules.get(value.key),
             place=self.place_of(value),
-            names=value.names or (),
         )
 
     def place_of(self, value: Value) -> Place | None:

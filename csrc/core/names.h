@@ -61,7 +61,6 @@ namespace actckpt {
   X(module, "__module__") \
   X(modules, "_modules") \
   X(name, "name") \
-  X(names_drop, "names_drop") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \

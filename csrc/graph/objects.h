@@ -56,7 +56,6 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
-  PyObject* names;  // a tuple, that `actckpt.name` gave; null: none
   // With the next three its place (record/module_calls.h); null: nobody asks, or no recorded operator made it.
   PyObject* module;
   long long call;
@@ -146,7 +145,6 @@ struct EntryObject {
   PyObject* module;
   PyObject* action;
   PyObject* why;
-  PyObject* names;    // null: none
   PyObject* storage;  // a weak reference
   long long nbytes;
   long long num_replays;
@@ -161,7 +159,6 @@ struct ChoiceFacts {
   PyObject* default_action;  // for all others
   char are_known;
   char asks_calls;
-  char names_drop;  // a name may say that what stays is dropped after all
 };
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.

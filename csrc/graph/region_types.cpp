@@ -83,7 +83,7 @@ void handle_dealloc(PyObject* self) {
 
 void entry_dealloc(PyObject* self) {
   using E = EntryObject;
-  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::names, &E::storage);
+  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::storage);
 }
 
 void tape_dealloc(PyObject* self) {
@@ -148,13 +148,17 @@ PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "audit", audit),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {
-    OBJECT(EntryObject, "operator", operator_), OBJECT(EntryObject, "module", module),
-    OBJECT(EntryObject, "action", action),      OBJECT(EntryObject, "why", why),
-    OBJECT(EntryObject, "names", names),        OBJECT(EntryObject, "storage", storage),
-    NUMBER(EntryObject, "nbytes", nbytes),      NUMBER(EntryObject, "num_replays", num_replays),
-    NUMBER(EntryObject, "call", call),          NUMBER(EntryObject, "occurrence", occurrence),
-    NUMBER(EntryObject, "result", result),      END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),
+                               OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),
+                               OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),
+                               NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays),
+                               NUMBER(EntryObject, "call", call),
+                               NUMBER(EntryObject, "occurrence", occurrence),
+                               NUMBER(EntryObject, "result", result),
+                               END};
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
