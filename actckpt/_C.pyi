@@ -224,8 +224,6 @@ class Value:
     spare: Tensor | None
     why_opaque: str
     entry: Entry | None
-    #: That `actckpt.name` gave.
-    names: tuple[str, ...] | None
     #: With the next three its place, see `Calls`; None: nobody asked, or no recorded operator made it.
     @property
     def module(self) -> str | None: ...
@@ -319,7 +317,6 @@ class Entry:
     action: Action
     #: Why it got its action, where the policy alone does not say.
     why: str
-    names: tuple[str, ...] | None
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     num_replays: int
@@ -384,13 +381,12 @@ class TapeCore:
     is_open: bool
     is_audited: bool
     audits_always: bool
-    #: Most bytes of replayed values that wait for their turn, -1: no limit; and whether each backward finds it anew.
+    #: Most bytes of replayed values that wait for their turn in this backward, -1: no limit so far; and whether there
+    #: may be one.
     window_bytes: int
-    window_follows: bool
+    has_windows: bool
     #: Whether some of its values are made by collectives that run again.
     repeats: bool
-    #: Whether all ranks have to say first that they repeat the same.
-    must_agree: bool
     @property
     def choice(self) -> Any: ...
     @choice.setter
@@ -410,7 +406,6 @@ def memory_of(tensor: Tensor | None) -> torch.UntypedStorage | None: ...
 def strided_storage_of(tensor: Tensor) -> torch.UntypedStorage | None: ...
 def is_paused() -> bool: ...
 
-SMALL_WINDOW_BYTES: int
 FEW_VALUES: int
 
 dispatch: Callable[..., Any]

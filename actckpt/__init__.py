@@ -88,7 +88,7 @@ from actckpt.estimation import Estimate, Target, estimate
 from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
 from actckpt.planner.plans import Plan
-from actckpt.regions import name, region
+from actckpt.regions import region
 from actckpt.statistics import Stats, reset_stats, stats
 from actckpt.tracing import trace
 
@@ -115,7 +115,6 @@ __all__ = [
     "explain_oom",
     "label_memory",
     "memory",
-    "name",
     "offload",
     "plan",
     "planner",

@@ -28,10 +28,11 @@ from actckpt._replay import (
     saved_tensor_hooks,
     schedule,
     unrecorded,
+    windows,
     wrappers,
 )
 from actckpt._replay.operators import operator_of
-from actckpt._rerun import other_ranks, region
+from actckpt._rerun import region
 from actckpt._rerun.buffers import note_buffers
 from actckpt.action import Action
 
@@ -94,7 +95,6 @@ NAMES: dict[str, Any] = {
     "changed_error": messages.HeldTensorChanged,
     "input_error": messages.changed_error,
     "failure": region.failure,
-    "is_watched": other_ranks.is_watched,
     "parameter_error": messages.parameter_error,
     # Work of backward that runs out of memory.
     "may_run_again": rescue.may_run_again,
@@ -132,16 +132,14 @@ NAMES: dict[str, Any] = {
     "check_watched": aliases.check_watched,
     "watched_type": aliases.Watched,
     "replay_order": schedule.order,
+    "small_window_bytes": windows.SMALL_BYTES,
     "replay_specially": execute.replay_specially,
     "private_memory": execute.private_memory,
     "lost_error": execute.lost_error,
     "resized_error": aliases.resized_error,
     "changed_after_error": aliases.changed_after_error,
     "other_bytes_error": execute.other_bytes_error,
-    "agree": collectives.agree,
-    "explained": collectives.explained,
-    "outside_error": collectives.outside_error,
-    "out_of_turn_error": collectives.out_of_turn_error,
+    "order_error": collectives.order_error,
     "keep": Action.KEEP,
     "offload": Action.OFFLOAD,
     "recompute": Action.RECOMPUTE,

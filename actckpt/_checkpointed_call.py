@@ -19,7 +19,6 @@ from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
 from actckpt._replay.audit import Site, site_of_call
 from actckpt._replay.calls import Inside, run_in_region
 from actckpt._replay.choice import Choice
-from actckpt._rerun.other_ranks import note_forward
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt.policies import choice_of, selective_choice
@@ -60,7 +59,6 @@ def checkpoint_call(
             return _replayed(choice_of(policy), site, function, args, kwargs, options, inside)
         options = options._replace(preserve_rng_state=True)  # as replay does
 
-    note_forward(function)
     if (forced := torch_private.forced_by_context()) != (None, None):
         options = _forced(options, *forced)
     # The common kind runs without Python code around the function; the extension says if it is one.

@@ -52,7 +52,6 @@ class SavedTensorInfo:
             RECOMPUTE.
         module: qualified name of the module whose forward made it, or None.
         place: what names it in every step and process; None for what no operator made.
-        names: that `actckpt.name` gave to it so far.
     """
 
     op: Any
@@ -66,4 +65,3 @@ class SavedTensorInfo:
     replayable: bool
     module: str | None
     place: Place | None = None
-    names: tuple[str, ...] = ()

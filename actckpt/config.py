@@ -1,4 +1,4 @@
-"""Settings of the process: limits, folders, windows."""
+"""Settings of the process: limits and folders."""
 
 import dataclasses
 import os
@@ -17,8 +17,6 @@ from actckpt._text.sizes import parse_bytes
 __all__ = ["Settings", "configure", "parse_bytes"]
 
 _PROBE_BYTES = 4096
-#: Sizes that may follow what is seen.
-_AUTOMATIC = ("max_inflight", "replay_window")
 #: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
 _NAMESPACES = ("aten", "prims")
 
@@ -59,9 +57,6 @@ class Settings:
     observers: tuple[type, ...] = ()
     #: In which order operators are replayed. None: see NOTE [ Order ] in actckpt/_replay/schedule.py.
     replay_order: Any = None
-    #: Most bytes of replayed values that wait for their turn in a backward. None: no limit. `"auto"`: no limit in a
-    #: region of a block; in one of many, the fewest with which no operator runs more than twice in a backward.
-    replay_window: int | str | None = "auto"
     #: Whether work of backward that runs out of memory runs once more.
     rescue: bool = True
 
@@ -90,7 +85,6 @@ class SettingsKeywords(TypedDict, total=False):
     opaque: Operators
     observers: Collection[type]
     replay_order: Callable[[Any], Iterable[int]] | None
-    replay_window: int | str | None
     rescue: bool
 
 
@@ -123,9 +117,6 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
             package and of torch's tools. What operators return below any other mode is kept.
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             order with the lowest peak that the built-in rules find.
-        replay_window: most bytes of replayed values that wait for their turn in a backward; values beyond it are
-            computed again when they are asked for. None: no limit. `"auto"`: about as few as let no operator run more
-            than twice; no limit in regions of the size of a block, and below 4 MiB.
         rescue: whether a rerun, replay or reload that runs out of memory in backward runs once more, after caches were
             emptied.
     Returns:
@@ -147,7 +138,7 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     if unknown:
         near = did_you_mean(unknown, sorted(known))
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}.{near} Known: {', '.join(sorted(known))}.")
-    for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight", "replay_window"):
+    for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight"):
         if name in changes:
             changes[name] = _checked_size(name, changes[name])
     if changes.get("spill_dir") is not None:
@@ -168,7 +159,7 @@ def _checked_size(name: str, size: object) -> int | str | None:
     """Return a size in bytes, or what else the setting `name` takes."""
     if size is None and name != "max_inflight":
         return None
-    return "auto" if size == "auto" and name in _AUTOMATIC else parse_bytes(size, what=f"configure: {name}")
+    return "auto" if size == "auto" and name == "max_inflight" else parse_bytes(size, what=f"configure: {name}")
 
 
 def _check_replay(changes: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@
     |-- BlocksError             also ValueError
     |-- CostTableError          also ValueError
     |-- PlanInfeasibleError     also ValueError
-    |-- RanksDifferError        also RuntimeError
     |-- StillOpenError          also RuntimeError
     |-- TorchVersionError
     |-- TransformerEngineError
@@ -54,7 +53,6 @@ __all__ = [
     "HostPoolFullError",
     "InputChangedError",
     "PlanInfeasibleError",
-    "RanksDifferError",
     "RerunMismatchError",
     "SavedTensorChangedError",
     "SourceGoneError",
@@ -85,10 +83,6 @@ class AuditError(ActckptError, CheckpointError):
 
 class BlocksError(ActckptError, ValueError):
     """`apply` or `remove` cannot do what was asked with these blocks."""
-
-
-class RanksDifferError(ActckptError, RuntimeError):
-    """The ranks of a process group are about to repeat different collectives in backward."""
 
 
 class StillOpenError(ActckptError, RuntimeError):

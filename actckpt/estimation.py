@@ -22,7 +22,7 @@ from actckpt.action import Action
 from actckpt.comparison import PLAIN, named_policies, options_of
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
-from actckpt.policies import ByName, PerOp
+from actckpt.policies import PerOp
 from actckpt.statistics import uncounted
 
 __all__ = ["Estimate", "EstimatedPolicy", "Target", "estimate"]
@@ -279,8 +279,6 @@ def _offloads(policy: Any) -> bool:
         return policy.moves
     if isinstance(policy, Plan):
         return any(action in _OFFLOADS for block in policy.actions for action in block.values())
-    if isinstance(policy, ByName):
-        return any(action in _OFFLOADS for _, action in policy.actions)
     if isinstance(policy, Mapping):
         return any(action in _OFFLOADS for action in policy.values())
     return isinstance(policy, (str, Action)) and policy in _OFFLOADS

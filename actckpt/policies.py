@@ -3,7 +3,6 @@
 Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, which is what the recorder asks.
 """
 
-import dataclasses
 import functools
 import inspect
 import os
@@ -21,20 +20,17 @@ from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
 from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
-from actckpt._text.places import Place, Selector, check_name
+from actckpt._text.places import Place, Selector
 from actckpt._text.presets import OTHER_NAMES, PRESETS
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.plans import Plan
 
 __all__ = [
-    "ByName",
     "PerOp",
     "Policy",
     "PolicyName",
     "PresetName",
     "TorchPolicy",
-    "save_and_offload_only_these_names",
-    "save_only_these_names",
 ]
 
 #: Names that begin like these are operators'; other namespaces may also be names of modules.
@@ -115,51 +111,6 @@ class PerOp:
         return f"PerOp({{{actions}}}, default={self.default.value})"
 
 
-@dataclasses.dataclass(frozen=True)
-class ByName:
-    """A policy by the names that `actckpt.name` gives; the rest is recomputed. Made by `save_only_these_names`."""
-
-    actions: tuple[tuple[str, Action], ...]
-
-
-def save_only_these_names(*names: str) -> ByName:
-    """Return JAX's policy of this name: keep the values that `actckpt.name` gave one of `names`, recompute the rest.
-
-    Raises:
-        ValueError: one of them cannot be a name.
-
-    Example::
-
-        >>> import torch, actckpt
-        >>> x = torch.randn(4, requires_grad=True)
-        >>> with actckpt.region(actckpt.policies.save_only_these_names("sines")) as r:
-        ...     y = actckpt.name(x.sin(), "sines").exp().exp().sum()
-        >>> [(value.names, value.action.value) for value in r.report().values if value.names]
-        [(('sines',), 'keep')]
-    """
-    return save_and_offload_only_these_names(names_which_can_be_saved=names)
-
-
-def save_and_offload_only_these_names(
-    *, names_which_can_be_saved: Iterable[str] = (), names_which_can_be_offloaded: Iterable[str] = ()
-) -> ByName:
-    """Return JAX's policy of this name: keep some named values, offload others, recompute the rest.
-
-    Args:
-        names_which_can_be_saved: names that `actckpt.name` gives; these values are kept.
-        names_which_can_be_offloaded: these are offloaded, inputs of the region too.
-    Raises:
-        ValueError: one of them cannot be a name, or is in both.
-    """
-    actions: dict[str, Action] = {}
-    for names, action in ((names_which_can_be_saved, Action.KEEP), (names_which_can_be_offloaded, Action.OFFLOAD)):
-        for name in (names,) if isinstance(names, str) else names:
-            check_name(name)
-            if actions.setdefault(name, action) is not action:
-                raise ValueError(f"save_and_offload_only_these_names: {name!r} is to be both saved and offloaded.")
-    return ByName(tuple(actions.items()))
-
-
 class TorchPolicy(Protocol):
     """A policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`."""
 
@@ -175,7 +126,6 @@ Policy = (
     | Action
     | Operators
     | PerOp
-    | ByName
     | Mapping[Any, Action | PolicyName]
     | Callable[[SavedTensorInfo], Action | PolicyName]
     | TorchPolicy
@@ -196,8 +146,6 @@ def choice_of(policy: Any) -> Choice:
         return _keeping(tuple(policy))
     if isinstance(policy, PerOp):
         return Choice(policy.names, policy.default, operators=tuple(policy.actions), is_per_operator=True)
-    if isinstance(policy, ByName):
-        return _named(policy.actions)
     if isinstance(policy, Mapping):
         entries = tuple(policy.items())
         try:
@@ -252,12 +200,6 @@ def _keeping(ops: tuple[Any, ...]) -> Choice:
     operators = tuple(dict.fromkeys(overload for op in ops for overload in _overloads(op)))
     kept = {operator_of(overload).name: Action.KEEP for overload in operators}
     return Choice(kept, Action.RECOMPUTE, operators=operators)
-
-
-@functools.lru_cache(maxsize=256)
-def _named(entries: tuple[tuple[str, Action], ...]) -> Choice:
-    table = Table(dict(entries), Action.RECOMPUTE, only_names=True)
-    return Choice(operators=tuple(table.actions), table=table)
 
 
 @functools.cache

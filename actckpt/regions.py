@@ -15,17 +15,15 @@ from actckpt._C import all_or_nothing
 from actckpt._core import torch_private
 from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report, explained
-from actckpt._replay import naming
 from actckpt._replay.audit import caller_of
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
-from actckpt._replay.opened import OpenRegion, innermost_tape
-from actckpt._text.places import check_name
+from actckpt._replay.opened import OpenRegion
 from actckpt.action import Action
 from actckpt.errors import StillOpenError
 from actckpt.policies import Policy, choice_of
 
-__all__ = ["name", "region"]
+__all__ = ["region"]
 
 _IN_COMPILED_CODE = (
     "actckpt.region records operators, which a compiled function does not show it: it breaks the graph here. Use "
@@ -35,7 +33,6 @@ _NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was
 #: The names of contextlib: frames of its decorators stand between a `with` statement and a region.
 _CONTEXTLIB = vars(contextlib)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 class region:  # noqa: N801 - used as a function
@@ -49,10 +46,10 @@ class region:  # noqa: N801 - used as a function
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
             operators to keep, the rest is recomputed, or the name of such a list (`"attention"`, `"matmuls"`,
-            `"dots_with_no_batch_dims"`); a dict of actions by `Place`, its text, a selector
-            (`"layers.*.mlp::aten.mm"`) or a name that `actckpt.name` gives, the rest is recomputed; `policies.PerOp`,
-            `policies.save_only_these_names`; a function that takes a `SavedTensorInfo` and returns an `Action`; or a
-            policy function of `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+            `"dots_with_no_batch_dims"`); a dict of actions by `Place`, its text or a selector
+            (`"layers.*.mlp::aten.mm"`), the rest is recomputed; `policies.PerOp`; a function that takes a
+            `SavedTensorInfo` and returns an `Action`; or a policy function of
+            `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
         record: record the operators under `"keep"` too, so that the report says what autograd saves.
     Raises:
         ValueError: it is not a policy, `record` does not go with it, or it names an operator that does not exist.
@@ -173,44 +170,6 @@ def _recorded(choice: Choice) -> Choice:
             "actckpt.policies.PerOp({}, default='offload'), which is recorded."
         )
     return Choice(for_value=lambda info: Action.KEEP) if choice.always is Action.KEEP else choice
-
-
-def name(tensor: _Tensor, name: str, /) -> _Tensor:
-    """Give the value that a tensor stands for a name, by which policies and reports know it; return the very tensor.
-
-    No operator runs and no autograd node is made. A name is a selector of a dict policy (`{"qkv": "keep"}`,
-    `{"layers.*::qkv": "offload"}`), is in `SavedTensorInfo.names`, and in reports. Where no region records it does
-    nothing: outside of regions, under `torch.compile`, in reruns, and inside of transforms of `torch.func`.
-
-    Args:
-        tensor: of any shape. Its storage gets the name: views share one, and after an operator in place it is another
-            value, without a name, which has the action of the one before if that was kept or offloaded.
-        name: one word, without dots. A value may have several; the same one may be given to many values.
-    Raises:
-        TypeError: the first argument is no tensor.
-        ValueError: the second one cannot be a name.
-
-    Example::
-
-        >>> import torch, actckpt
-        >>> x = torch.randn(4, requires_grad=True)
-        >>> with actckpt.region({"sines": "keep"}) as r:
-        ...     y = actckpt.name(x.sin(), "sines").exp().sum()
-        >>> [(value.names, value.action.value) for value in r.report().values if value.names]
-        [(('sines',), 'keep')]
-    """
-    if torch.compiler.is_compiling():
-        return tensor
-    if not hasattr(type(tensor), "__torch_function__") or not isinstance(name, str):
-        given = repr(name) if not isinstance(name, torch.Tensor) else "a tensor"
-        raise TypeError(
-            f"name: takes a tensor and its name, not a {type(tensor).__name__} and {given}. Pass y = name(y, 'qkv')."
-        )
-    check_name(name)
-    tape = innermost_tape()
-    if tape is not None:
-        naming.note(tape, tensor, name)
-    return tensor
 
 
 def _place(frame: types.FrameType) -> tuple[Any, ...]:

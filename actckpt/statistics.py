@@ -24,7 +24,7 @@ class Stats:
     #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
     offloaded_bytes: int
     #: Bytes that unpacks asked back, in each backward. An offloaded value that others are replayed from is read again
-    #: where `replay_window` has no room for it.
+    #: where a window (NOTE [ Windows ]) has no room for it.
     reloaded_bytes: int
     #: Bytes of saved tensors that needed no copy, because they share one that was moved.
     deduplicated_bytes: int

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actckpt._core import agreement, torch_private
+from actckpt._core import ranks, torch_private
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import tensors_in
 
 __all__ = ["Alone", "Exchanges", "num_ranks"]
 
 #: Those of FSDP's own operators that talk to other ranks call these.
-_EXCHANGES = agreement.COLLECTIVE_NAMESPACES - {"fsdp"}
+_EXCHANGES = ranks.COLLECTIVE_NAMESPACES - {"fsdp"}
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 
@@ -129,7 +129,7 @@ class Alone(ObservingMode):
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._exchanges, self._integers = exchanges, iter(exchanges.integers)
-        self._without_others = agreement.without_others()
+        self._without_others = ranks.without_others()
 
     def __enter__(self) -> Any:
         self._without_others.__enter__()

@@ -14,7 +14,7 @@ from actckpt._budget.apart import set_apart
 from actckpt._budget.structure import BlockStructure
 from actckpt._budget.timing import Run
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import agreement
+from actckpt._core import ranks
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import Inside
 from actckpt.policies import Policy
@@ -42,7 +42,7 @@ class BlockCall:
         """Set the block apart for one run of its forward, or of another one in its place."""
         exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        alone = agreement.without_others() if self.is_local else Alone(exchanges)
+        alone = ranks.without_others() if self.is_local else Alone(exchanges)
         with set_apart(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
             yield Run(forward or self.forward, args, kwargs, leaves)
 

@@ -16,7 +16,7 @@ from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
 from actckpt._replay.choice import Choice
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
-from actckpt.policies import ByName, PerOp, choice_of, is_torch_policy
+from actckpt.policies import PerOp, choice_of, is_torch_policy
 
 __all__ = ["compiled_checkpoint", "why_eager"]
 
@@ -114,7 +114,7 @@ def _goes_by_operator(policy: Any) -> bool:
         return policy in ("recompute", "keep", Action.RECOMPUTE, Action.KEEP) or policy in PRESETS
     if isinstance(policy, PerOp):
         return not policy.moves
-    if isinstance(policy, (ByName, Mapping)):  # tables of names and places
+    if isinstance(policy, Mapping):  # a table of places
         return False
     code = getattr(policy, "__code__", None)
     if code is None:  # a partial function, or an object

@@ -66,14 +66,11 @@ class SavedValue:
     nbytes: int
     #: Why it got its action, where the policy alone does not say; else an empty text.
     why: str
-    #: That `actckpt.name` gave.
-    names: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain data, the place as its text."""
         place = None if self.place is None else str(self.place)
-        found = {"place": place, "action": self.action.value, "nbytes": self.nbytes, "why": self.why}
-        return found | {"names": list(self.names)}
+        return {"place": place, "action": self.action.value, "nbytes": self.nbytes, "why": self.why}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +117,7 @@ class Report:
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
         rows = tuple(_row(*key, members) for key, members in groups.items())
-        values = tuple(
-            SavedValue(_place(entry), entry.action, entry.nbytes, entry.why, entry.names or ()) for entry in entries
-        )
+        values = tuple(SavedValue(_place(entry), entry.action, entry.nbytes, entry.why) for entry in entries)
         return cls(rows, "" if groups else note, operators_not_run, peak_bytes, values)
 
     def as_dict(self) -> dict[str, Any]:
@@ -151,7 +146,7 @@ class Report:
         if self.note:
             return self.note
         if places:
-            return aligned([("place", "names", "bytes", "action", "why"), *map(_value_cells, self.values)], left=5)
+            return aligned([("place", "bytes", "action", "why"), *map(_value_cells, self.values)], left=4)
         header = ("operator", "module", "values", "kept", "offloaded", "recomputed", "replays", "why kept")
         lines = [header, *(_cells(row) for row in self.rows)]
         lines.append(
@@ -216,7 +211,6 @@ def explained(entries: list[Entry], tensor: Tensor) -> str:
 
 def _explained_one(entry: Entry) -> str:
     where = f" in {entry.module}" if entry.module else ""
-    where += f", named {', '.join(entry.names)}" if entry.names else ""
     done = {Action.KEEP: "kept", Action.OFFLOAD: "offloaded", Action.RECOMPUTE: "dropped"}[entry.action]
     why = entry.why or "the policy says so"
     replays = f"; replayed {entry.num_replays} times so far" if entry.action is Action.RECOMPUTE else ""
@@ -247,7 +241,7 @@ def _place(entry: Entry) -> Place | None:
 
 def _value_cells(value: SavedValue) -> tuple[str, ...]:
     place = "(no place)" if value.place is None else str(value.place)
-    return place, ", ".join(value.names), format_bytes(value.nbytes), value.action.value, value.why
+    return place, format_bytes(value.nbytes), value.action.value, value.why
 
 
 def _cells(row: Row) -> tuple[str, ...]:

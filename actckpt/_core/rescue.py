@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from actckpt import config
-from actckpt._core import agreement, devices, pressure, torch_private
+from actckpt._core import devices, pressure, ranks, torch_private
 from actckpt._core.counters import counters
 
 __all__ = ["add_first_error", "is_out_of_memory", "may_run_again", "num_operations", "release_caches"]
@@ -36,7 +36,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def num_operations() -> tuple[int | None, ...]:
     """Return how many operations each process group has run, None: unknown; nothing where there is only this rank."""
-    return torch_private.operations_of_groups() if agreement.has_others() else ()
+    return torch_private.operations_of_groups() if ranks.has_others() else ()
 
 
 def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) -> bool:

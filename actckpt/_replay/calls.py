@@ -25,7 +25,7 @@ class Inside(NamedTuple):
     counts_anew: bool = False
     #: Places do not rely on what regions with the same first operators ran before.
     looks_up_calls: bool = False
-    #: It is a block, through which backward goes at once: what it asks for again stays (NOTE [ Windows ]).
+    #: It is a block, through which backward goes at once: all that it asks for again stays (NOTE [ Windows ]).
     is_block: bool = False
     #: Called in place of the warning that compiled code made what the policy wants to recompute.
     note_compiled: Callable[[], None] | None = None

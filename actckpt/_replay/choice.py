@@ -24,26 +24,19 @@ _MAX_SEEN = 4096
 
 
 class Table:
-    """Actions by place and by name: an entry that is the text of the place wins, then the last selector that has it.
+    """Actions by place: an entry that is the text of the place wins, then the last selector that has it.
 
     Args:
         actions: by the text of a place or of a selector.
         default: for all other places.
-        only_names: the texts are names, and no selectors.
     """
 
-    __slots__ = ("_seen", "_selectors", "actions", "default", "found", "matched", "names_drop")
+    __slots__ = ("_seen", "_selectors", "actions", "default", "found", "matched")
 
-    def __init__(self, actions: dict[str, Action], default: Action, *, only_names: bool = False) -> None:
+    def __init__(self, actions: dict[str, Action], default: Action) -> None:
         self.actions = actions
         self.default = default
-        parse = Selector.of_name if only_names else Selector.parse
-        self._selectors = {text: parse(text) for text in reversed(actions) if only_names or not is_place(text)}
-        stays = {action is not Action.RECOMPUTE for action in (*actions.values(), default)}
-        #: Whether a name may say that a value is dropped that stays as far as its place tells.
-        self.names_drop = len(stays) > 1 and any(
-            selector.is_name and actions[text] is Action.RECOMPUTE for text, selector in self._selectors.items()
-        )
+        self._selectors = {text: Selector.parse(text) for text in reversed(actions) if not is_place(text)}
         #: By what stands for a place in csrc/record/module_calls.h.
         self.found: dict[int, Action] = {}
         #: Entries that decided something.
@@ -64,27 +57,9 @@ class Table:
         action = self.found[key] = self.actions[entries[0]] if entries else self.default
         return action
 
-    def find_named(self, place: Place | None, names: tuple[str, ...]) -> Action | None:
-        """Return the action for a value that has names, None where its place decides, or no entry has any of them."""
-        if len(self._seen) < _MAX_SEEN:
-            self._seen.update(dict.fromkeys(names))
-        named = {text for text, selector in self._selectors.items() if selector.has_name(names, place)}
-        self.matched |= named
-        if not named or (place is not None and str(place) in self.actions):
-            return None
-        for text, selector in self._selectors.items():
-            if place is not None and selector.has(place):
-                return None
-            if text in named:
-                return self.actions[text]
-        return None
-
-    def names(self, place: Place | None, names: tuple[str, ...]) -> bool:
-        """Return whether an entry, and not the default, decides about a value."""
-        if place is not None and str(place) in self.actions:
-            return True
-        selectors = self._selectors.values()
-        return any((place is not None and s.has(place)) or s.has_name(names, place) for s in selectors)
+    def has_entry(self, place: Place) -> bool:
+        """Return whether an entry, and not the default, decides about a place."""
+        return str(place) in self.actions or any(selector.has(place) for selector in self._selectors.values())
 
     def names_operator(self, place: Place, action: Action) -> bool:
         """Return whether the entry that decides about a place names it, or its operator, and says `action`."""
@@ -95,7 +70,7 @@ class Table:
         return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
 
     def nearest(self, text: str) -> str:
-        """Return what is nearest to an entry, of what ran or was given: places, or modules and names, as it is one."""
+        """Return what is nearest to an entry, of what ran or was given: places or modules, as it is one."""
         known: Iterable[str] = self._seen
         if "::" not in text:
             known = dict.fromkeys(each.partition("::")[0].partition("@")[0] for each in self._seen)
@@ -131,7 +106,7 @@ class Choice:
 
     __slots__ = (
         *("_after_call", "_is_per_operator", "actions", "asks_calls", "asks_places", "default", "find", "for_value"),
-        *("found", "names_drop", "offloads_inputs_from", "operators", "preset", "table"),
+        *("found", "offloads_inputs_from", "operators", "preset", "table"),
     )
 
     def __init__(
@@ -156,8 +131,6 @@ class Choice:
         #: What was looked up in the table so far, and who is asked for the rest.
         self.found = None if table is None else table.found
         self.find = None if table is None else table.find
-        #: Whether a name may say that what stays is dropped after all.
-        self.names_drop: bool = table is not None and table.names_drop
         #: Whether it must be known of each value where it was made.
         self.asks_places: bool = table is not None or for_value is not None
         self.default: Action | None = default

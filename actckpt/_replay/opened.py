@@ -18,7 +18,6 @@ from torch import Tensor
 from actckpt._C import (
     Calls,
     all_or_nothing,
-    is_paused,
     pack_recorded,
     strided_storage_of,
     unknown_modes,
@@ -37,7 +36,7 @@ from actckpt._replay.tape import Tape
 from actckpt.action import Action
 from actckpt.errors import StillOpenError
 
-__all__ = ["OpenRegion", "innermost_tape"]
+__all__ = ["OpenRegion"]
 
 
 #: Tapes whose recorders are active, in any thread.
@@ -74,14 +73,6 @@ def _calls_of(nesting: int, where: str, counts_anew: bool, looks_up_calls: bool)
     return known
 
 
-def innermost_tape() -> Tape | None:
-    """Return the tape to which autograd saves now, None where the innermost hooks are not those of a region."""
-    tape = _local.tape
-    if tape is None or is_paused():
-        return None
-    return tape if torch_private.are_on_top((tape.pack_hook, unpack_recorded)) else None
-
-
 def _push(hooks: torch_private.Hooks) -> None:
     try:
         torch_private.push_hooks(*hooks)
@@ -103,7 +94,7 @@ class OpenRegion:
         matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
         counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
         looks_up_calls: with `counts_anew`, places do not rely on what regions with the same first operators ran.
-        is_block: what backward asks for again stays, whatever its size (NOTE [ Windows ]).
+        is_block: all that backward asks for again stays (NOTE [ Windows ]).
     """
 
     __slots__ = (
@@ -186,7 +177,6 @@ class OpenRegion:
         self._depth = current.depth + 1
         self.tape = current
         current.choice, current.depth = self._choice, self._depth
-        current.names_drop |= self._choice.names_drop
         self._outer_calls = current.calls
         if self._choice.asks_places and (current.calls is None or self._counts_anew):
             current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew, self._looks_up_calls)
@@ -205,7 +195,7 @@ class OpenRegion:
         if outer_hooks is not None and self._arguments is not None and not get_all_leaves(outer_hooks):
             storages = [strided_storage_of(value) for value in self._arguments if isinstance(value, Tensor)]
             tape.argument_storages = set(map(id, storages))
-        tape.window_follows = tape.window_follows and not self._is_block
+        tape.has_windows = not self._is_block
         tape.pack_hook = functools.partial(pack_recorded, tape)
         tape.nesting = 0 if current is None else current.nesting + 1
         if self._choice.asks_places or tape.opaque_names or (self._figures is not None and site.asks_places(tape)):

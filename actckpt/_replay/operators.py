@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actckpt._core import torch_private
-from actckpt._core.agreement import COLLECTIVE_NAMESPACES
+from actckpt._core.ranks import COLLECTIVE_NAMESPACES
 from actckpt._replay import direct
 
 __all__ = ["Operator", "is_collective", "operator_of"]
@@ -164,7 +164,6 @@ class Operator:
         "forgets_versions",
         "func",
         "generator_name",
-        "group_position",
         "has_effects",
         "hidden_writes",
         "is_collective",
@@ -260,10 +259,7 @@ class Operator:
         self.num_compared = _NUM_COMPARED.get(schema.name)
         self.is_collective = namespace in COLLECTIVE_NAMESPACES
         self.is_repeatable = namespace == "_c10d_functional" and base in _REPEATABLE
-        #: Position of the argument that is its process group, -1: not known.
-        self.group_position = -1
         if self.is_repeatable:
-            self.group_position = [argument.name for argument in schema.arguments].index("group_name")
             self.callee = _waited(self.callee)
         #: It does something besides what its schema says, and torch was told so.
         self.has_effects = torch_private.has_registered_effect(self.func)

@@ -128,7 +128,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if early is not None:
         saved_tensor_hooks.point_at(tape, early, args[operator.saved_before_written])
     add_results(tape, step, result, action, why_opaque)
-    _note_result(tape, operator, args, kwargs, result, has_written=bool(written))
+    _note_result(tape, operator, result, has_written=bool(written))
     return result
 
 
@@ -144,12 +144,10 @@ def _called(
         raise
 
 
-def _note_result(
-    tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, has_written: bool
-) -> None:
+def _note_result(tape: Tape, operator: Operator, result: Any, *, has_written: bool) -> None:
     """Take down what must be known of some operators besides their values."""
     if operator.is_repeatable:
-        collectives.note(tape, operator, args, kwargs, result)
+        collectives.note(tape, operator, result)
     if operator.is_uninitialised and not has_written:
         filling.begin(tape, result)
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import Tensor
 
-from actckpt._replay import naming
 from actckpt._replay.lineage import Value
 from actckpt._replay.operators import Operator
 from actckpt._replay.tape import WHY_ROUTING, Tape
@@ -55,8 +54,24 @@ def _hold(tape: Tape, tensor: Tensor) -> None:
         pending += [root for each in made_of if (root := _root(tape, each)) is not None]
         if value.held is None and value.stored is None:
             value.why_opaque = WHY_ROUTING
-            naming.let_stay(tape, value, tensor, Action.KEEP, WHY_ROUTING)
+            _keep(tape, value, tensor)
             value.step = None
+
+
+def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
+    """Keep a value of which `tensor` holds the bytes, though it was to be dropped."""
+    if not value.was_saved:
+        value.action, value.held = Action.KEEP, tensor
+        tape.holding.append(value)
+        return
+    if value.action is Action.RECOMPUTE and value.step is not None:
+        tape.recompute_bytes -= value.nbytes
+    value.action = Action.KEEP
+    value.spare = None
+    tape.late_audits.pop(value, None)
+    tape.hold(value, tensor, Action.KEEP)
+    if value.entry is not None:
+        value.entry.action, value.entry.why = Action.KEEP, WHY_ROUTING
 
 
 def _root(tape: Tape, value: Value) -> Tensor | None:
@@ -71,5 +86,6 @@ def _is_named(tape: Tape, value: Value) -> bool:
     if choice is None or value.operator is None:
         return False
     if choice.table is not None:
-        return bool(choice.table.names(tape.place_of(value), value.names or ()))
+        place = tape.place_of(value)
+        return place is not None and bool(choice.table.has_entry(place))
     return choice.actions is not None and value.operator.name in choice.actions

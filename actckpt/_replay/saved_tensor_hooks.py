@@ -15,7 +15,7 @@ from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import TakenApart
 from actckpt._core.tensor_changes import version_of
-from actckpt._replay import aliases, audit, casts, naming, wrappers
+from actckpt._replay import aliases, audit, casts, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
 from actckpt._replay.outer_hooks import Reads, hand_out, hand_out_token, reads_of
 from actckpt._replay.paused import Paused
@@ -132,7 +132,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is None or tape.repeats:  # Rule 6 of NOTE [ Repeated collectives ]
+    if expected.original is None or tape.repeats:  # Rule 5 of NOTE [ Repeated collectives ]
         raise _failure(handle)
     try:
         with Paused():
@@ -184,8 +184,6 @@ def close(tape: Tape) -> None:
 def _close(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
-    if tape.names_drop:
-        naming.close(tape)
     casts.note(tape)
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()

@@ -11,11 +11,11 @@ heuristic. csrc/replay/depth_first.cpp has the code.
 import bisect
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from actckpt import _C
-from actckpt._C import FEW_VALUES, SMALL_WINDOW_BYTES, evict_leftovers, has_room, is_asked, is_pending
+from actckpt._C import FEW_VALUES, evict_leftovers, has_room, is_asked, is_pending
 from actckpt._replay import windows
 from actckpt._replay.lineage import Step, Value
 from actckpt._replay.replay_graph import ReplayGraph
@@ -63,37 +63,35 @@ def order(tape: Any, target: Value, task: int, clock: int) -> tuple[list[Step], 
         chosen = default_order(graph)
     else:
         chosen = _checked(graph, plugged(graph))
-    stay = set(graph.retained)
-    asked = [graph.nbytes[value] for value in stay if value != graph.target]
-    asked_bytes = sum(asked)
-    room = _room(tape, graph, chosen, asked, task, clock)
-    if room is not None and asked_bytes > room:
-        stay = windows.retained(graph, chosen, room) | ({graph.target} & graph.retained if has_room(tape) else set())
+    stay = _retained(tape, graph, chosen, task, clock)
     return [steps[number] for number in chosen], {values[number] for number in stay}
 
 
-def _room(tape: Any, graph: ReplayGraph, order: list[int], asked: list[int], task: int, clock: int) -> int | None:
-    """Return how many bytes of what backward asks for again may stay, None: all.
-
-    Args:
-        asked: bytes of each such value.
-    """
+def _retained(tape: Any, graph: ReplayGraph, order: list[int], task: int, clock: int) -> Collection[int]:
+    """Return the values that stay of those that an order makes: all, or those that the window has room for."""
+    asked = [graph.nbytes[value] for value in graph.retained if value != graph.target]
     asked_bytes = sum(asked)
+    if not tape.has_windows:
+        return graph.retained
     if tape.window_bytes < 0:
-        if not tape.window_follows or asked_bytes <= SMALL_WINDOW_BYTES or len(asked) < FEW_VALUES:
-            return None
-        found = windows.smallest_window(graph, order)
-        if found * windows.LEAST_GAIN > asked_bytes:
-            return None
-        tape.window_bytes = max(found, SMALL_WINDOW_BYTES)
+        if asked_bytes <= windows.SMALL_BYTES or len(asked) < FEW_VALUES:
+            return graph.retained
+        window_bytes = windows.smallest_window(graph, order)
+        if window_bytes * windows.LEAST_GAIN > asked_bytes:
+            return graph.retained
+        tape.window_bytes = max(window_bytes, windows.SMALL_BYTES)
     if asked_bytes + tape.cached_bytes > tape.window_bytes:
         evict_leftovers(tape, task, clock)
-    room: int = max(tape.window_bytes - tape.cached_bytes, 0)
-    if tape.window_follows and asked_bytes > room:
-        found = windows.smallest_window(graph, order)
-        tape.window_bytes += max(found - room, 0)
-        room = max(found, room)
-    return room
+    room = max(tape.window_bytes - tape.cached_bytes, 0)
+    if asked_bytes <= room:
+        return graph.retained
+    stay = windows.retained(graph, order, room)
+    if stay is None:  # the window was that of a smaller replay
+        smallest = windows.smallest_window(graph, order)
+        tape.window_bytes += max(smallest - room, 0)
+        stay = windows.retained(graph, order, smallest)
+        assert stay is not None
+    return stay | ({graph.target} & graph.retained if has_room(tape) else set())
 
 
 def _steps_of(target: Value) -> list[Step]:

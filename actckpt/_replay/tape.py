@@ -21,7 +21,6 @@ from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
-from actckpt._replay.collectives import Collectives
 from actckpt._replay.coverage import Filling
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, Window, is_unread, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
@@ -57,8 +56,6 @@ class Tape(TapeCore):
     wrappers: dict[int, Seen] | None = None
     #: What a checkpoint around the region got for it (Rule 6 of NOTE [ Hooks outside ]); it looks at what is alive.
     token: Any = None
-    #: Those that ran, None: none.
-    collectives: Collectives | None = None
     #: What it wrote in place to memory from outside that has no graph, such as buffers of modules; None: nothing.
     written_state: weakref.WeakSet[Value] | None = None
     #: Of `opaque_bytes`, those of compiled code.
@@ -71,8 +68,6 @@ class Tape(TapeCore):
         #: The hooks that were active where the region was opened.
         self.outer = outer
         self._take_settings(site, config.settings())
-        #: Whether what stays may have a step until the region closes: a name may still say that it is dropped.
-        self.names_drop = choice.names_drop
         self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
 
@@ -89,8 +84,6 @@ class Tape(TapeCore):
         self.is_audited = site.begin(self.audit) and not (self.outer is not None and site.has_other_hooks)
         self.opaque_names = settings.opaque
         self.replay_order = settings.replay_order
-        self.window_follows = settings.replay_window == "auto"
-        self.window_bytes = settings.replay_window if isinstance(settings.replay_window, int) else -1
 
     # What few regions need, made when it is: a region may be as short as two operators
 
@@ -362,7 +355,6 @@ class Tape(TapeCore):
             replayable=self.can_replay(value),
             module=value.module or self.site.modules.get(value.key),
             place=self.place_of(value),
-            names=value.names or (),
         )
 
     def place_of(self, value: Value) -> Place | None:

@@ -1,22 +1,17 @@
-"""What stays of a replay within a window of bytes: pure functions of a small graph.
+"""What stays of a replay where not all has room: pure functions of a small graph.
 
 NOTE [ Windows ]
 
-A replay passes many values that the same backward asks for later (NOTE [ Needs ]). All of them stay if they fit. If
-they do not, the last of them stay, which backward asks for next, and before those the few values that lead on from some
-points of the order, the *cuts*: the stretch between two cuts is replayed again when its turn comes, with what the
-window has room for by then, and is cut again where it must be.
+A replay passes many values that the same backward asks for later (NOTE [ Needs ]). In a region of a block all of them
+stay: backward goes through it at once, and takes as much memory as a checkpoint of it would. In a region of many blocks
+those stay that fit into a *window*: about the fewest bytes with which no step runs more than twice in a backward.
 
-Where to cut (Griewank and Walther 2000, with bytes in the place of steps): with room for R bytes and cuts of k bytes, a
-stretch of F(R, 0) = R bytes is executed once. If each of its steps may run r times more, it may be as long as
-F(R, r) = F(R, r - 1) + F(R - k, r): up to the first cut with one repetition less, and from there with a cut less room.
-So with room for c values, n steps take at most n * r executions, n = (c + r)! / (c! r!): for c = log n, O(n log n).
-
-Backward goes through a block of `apply` at once, and takes as much memory as a checkpoint of it would: there, all stays
-where the setting follows the sizes seen.
+*Cuts* divide the order of the steps. The few values that lead on across a cut stay. The stretch between two cuts is
+replayed again when its turn comes, and then all of it stays. Backward takes the last stretch first, and has released
+the cuts behind a stretch by then. So with a window of R bytes and cuts of k bytes, stretches may have R, R - k,
+R - 2 k, ... bytes, and the last one stays at once: the window of n values grows with the root of n.
 """
 
-import bisect
 import dataclasses
 import itertools
 from collections import defaultdict
@@ -24,33 +19,23 @@ from collections.abc import Sequence
 
 from actckpt._replay.replay_graph import ReplayGraph
 
-__all__ = ["LEAST_GAIN", "retained", "smallest_window"]
+__all__ = ["LEAST_GAIN", "SMALL_BYTES", "retained", "smallest_window"]
 
-#: Where the setting follows the sizes seen, all stays where the window would not be so many times smaller: a block of a
-#: model is better executed once.
+#: So many bytes stay in any case.
+SMALL_BYTES = 4 << 20
+
+#: All stays where the window would not be so many times smaller: a block of a model is better executed once.
 LEAST_GAIN = 4
 #: How far above the smallest window the one that is found may be.
 _PRECISION = 1.05
 
 
-def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[int]:
-    """Return the values to keep of those that `order` makes, at most `room_bytes` of them.
+def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[int] | None:
+    """Return the values to keep of those that `order` makes, in so many bytes; None: some step would run three times.
 
     Cost: O(steps * cuts).
     """
-    line = _Line.of(graph, order)
-    found: set[int] = set()
-    start, room = 0, room_bytes
-    while line.asked(start) > room and (cut := line.cut(start, room)) is not None:
-        found |= line.crossing(start, cut.position)
-        start, room = cut.position, room - cut.nbytes
-    for value, nbytes, _ in itertools.chain.from_iterable(reversed(line.made[start:])):
-        if value in graph.retained:
-            room -= nbytes
-            if room < 0:
-                break
-            found.add(value)
-    return found
+    return _Line.of(graph, order).retained(room_bytes)
 
 
 def smallest_window(graph: ReplayGraph, order: Sequence[int]) -> int:
@@ -59,7 +44,7 @@ def smallest_window(graph: ReplayGraph, order: Sequence[int]) -> int:
     low, high = 1, max(line.asked(0), 1)
     while high > low * _PRECISION + 1:
         middle = int((low * high) ** 0.5) + 1  # below `high`, above `low`
-        low, high = (low, middle) if line.runs_twice_at_most(middle) else (middle, high)
+        low, high = (middle, high) if line.retained(middle) is None else (low, middle)
     return high
 
 
@@ -79,6 +64,8 @@ class _Line:
     made: list[list[tuple[int, int, int]]]
     #: Bytes made before each position that stay if they have room.
     asked_before: list[int]
+    #: Values that stay if they have room.
+    wanted: frozenset[int]
 
     @classmethod
     def of(cls, graph: ReplayGraph, order: Sequence[int]) -> "_Line":
@@ -99,35 +86,42 @@ class _Line:
                 [(value, graph.nbytes[value], max(position, last.get(value, 0), others[value])) for value in again]
             )
         asked = [sum(nbytes for value, nbytes, _ in at if value in graph.retained) for at in made]
-        return cls(made, [0, *itertools.accumulate(asked)])
+        return cls(made, [0, *itertools.accumulate(asked)], graph.retained)
 
     def asked(self, start: int) -> int:
         """Return the bytes made from `start` on that stay if they have room."""
         return self.asked_before[-1] - self.asked_before[start]
 
-    def crossing(self, start: int, position: int) -> set[int]:
-        """Return the values that a cut at `position` keeps of those made since `start`."""
-        return {value for at in self.made[start:position] for value, _, last in at if last >= position}
+    def retained(self, room: int) -> set[int] | None:
+        """Return the values across the cuts and those after the last one, None where that takes more room."""
+        found: set[int] = set()
+        start = 0
+        while self.asked(start) > room:
+            cut = self._cut(start, room)
+            if cut is None:
+                return None
+            found |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
+            start, room = cut.position, room - cut.nbytes
+        rest = itertools.chain.from_iterable(self.made[start:])
+        return found | {value for value, _, _ in rest if value in self.wanted}
 
-    def cut(self, start: int, room: int, most_repetitions: int | None = None) -> _Cut | None:
-        """Return the first cut after `start`; None where there is no room for one, or more repetitions are needed."""
-        before, cuts = self.asked_before[start], self._cuts(start)
-        for cut in cuts:
-            if self.asked_before[cut.position - 1] - before > room:
-                break
-            if self.asked(cut.position) <= room - cut.nbytes:  # no further cut is needed
+    def _cut(self, start: int, room: int) -> _Cut | None:
+        """Return the next cut after `start`, None where there is no room for one.
+
+        That is the first one after which all has room, else the one with the fewest bytes per byte before it.
+        """
+        best, least = None, float("inf")
+        for cut in self._cuts(start):
+            before = self.asked_before[cut.position] - self.asked_before[start]
+            if self.asked_before[cut.position - 1] - self.asked_before[start] > room:
+                break  # the value that is asked for takes no room: what stands before it does
+            if before == 0 or cut.nbytes > room:
+                continue
+            if self.asked(cut.position) <= room - cut.nbytes:
                 return cut
-        smallest = min((cut.nbytes for cut in cuts if cut.nbytes), default=0)
-        if not 0 < smallest <= room:
-            return None
-        one = self.asked(start) / (len(self.made) - start)
-        span = _span_before_cut(self.asked(start), room, smallest, one, most_repetitions)
-        if span is None:
-            return None
-        low = bisect.bisect_left(self.asked_before, before + span[0], start + 1)
-        high = max(bisect.bisect_right(self.asked_before, before + span[1], start + 1), low)
-        found = min(reversed(cuts[low - start - 1 : high - start]), key=lambda cut: cut.nbytes, default=None)
-        return found if found is not None and found.nbytes <= room else None
+            if cut.nbytes / before <= least:
+                best, least = cut, cut.nbytes / before
+        return best
 
     def _cuts(self, start: int) -> list[_Cut]:
         """Return the cuts at all positions after `start`, beside what one at `start` keeps."""
@@ -141,37 +135,3 @@ class _Line:
             total -= ending.pop(position, 0)
             cuts.append(_Cut(position, total))
         return cuts
-
-    def runs_twice_at_most(self, room: int) -> bool:
-        """Whether each step runs at most twice in a window."""
-        start = 0
-        while self.asked(start) > room:
-            cut = self.cut(start, room, most_repetitions=1)
-            if cut is None:
-                return False
-            start, room = cut.position, room - cut.nbytes
-        return True
-
-
-def _span_before_cut(
-    asked: float, room: int, cut_bytes: int, one: float, most_repetitions: int | None
-) -> tuple[float, float] | None:
-    """Return how many bytes to have before the first cut, at least and at most, for the fewest executions in all.
-
-    Args:
-        asked: bytes of the whole stretch.
-        one: of the value that is asked for, which takes no room.
-    Returns:
-        None if some steps would run more than `most_repetitions` times again.
-    """
-    #: F(R - j * k, r - 1) for each number j of cuts, in the terms of NOTE [ Windows ]; and F(R, r - 2).
-    lengths = [room - number * cut_bytes + one for number in range(min(room // cut_bytes, int(asked / one)) + 1)]
-    shorter, repetitions = 0.0, 1
-    while sum(lengths) < asked:
-        if repetitions == most_repetitions:
-            return None
-        shorter, repetitions = lengths[0], repetitions + 1
-        lengths = list(itertools.accumulate(reversed(lengths), initial=one))[:0:-1]
-    # Before the cut, as long as with r - 1 repetitions; after it, as with r; neither of them as with one less.
-    after = lengths[1] if len(lengths) > 1 else one
-    return max(asked - sum(lengths[1:]), shorter), min(lengths[0] - one, asked - after)

@@ -33,7 +33,6 @@ from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
 from actckpt._rerun.inputs import Inputs
 from actckpt._rerun.object_state import modules_as_found, reads_checked
-from actckpt._rerun.other_ranks import watched
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]
@@ -120,7 +119,6 @@ class Region:
                 self.rerun_context or nullcontext(),
                 _filled(restored.cells),
                 self.inputs.as_found(checks=is_checked),
-                watched(function),
             ):
                 _C.rerun(refill, function, args, kwargs)
                 if refill.has_failed:
@@ -161,7 +159,6 @@ def refill(refill: "_C.Refill") -> None:
         state.restored(frame.state, state.capture()),
         modules_as_found(frame.parameters, frame.buffers) as stale,
         reads_checked(stale if frame.metadata_is_checked else [], messages.name_of(frame.function)),
-        watched(frame.function),
     ):
         _C.rerun(refill, frame.function, args, {})
 

@@ -25,15 +25,12 @@ Rule 5. Nothing of a place is an address, or hashed by Python: it is the same wh
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
 
 from actckpt._text.selectors import matches
 
-__all__ = ["Place", "Selector", "check_name"]
+__all__ = ["Place", "Selector"]
 
 _FORM = "module::namespace.operator.overload#occurrence.result, for example layers.0.mlp::aten.mm.default#0.0"
-#: They mean something in selectors.
-_NOT_IN_NAMES = ".:#@*?[]"
 _CALL = re.compile(r"(?P<name>.*)@(?P<call>\d+)", re.DOTALL)
 _COUNTS = re.compile(r"(?P<operator>[^#]*)(?:#(?P<occurrence>\d+)(?:\.(?P<result>\d+))?)?")
 
@@ -107,23 +104,21 @@ class Place:
 class Selector:
     """A set of places: patterns (see `matches`) of modules and operators, and counts; None stands for any.
 
-    `"layers.*.mlp::aten.mm"`: what `mm` makes in these modules. Without `::` a text is the name of modules, of an
-    operator (operators have a dot: `"aten.mm"`, all overloads, `"aten.mm.default"`), or of values. After `::` a word
-    without a dot is a name of values or the short one of an operator: `"::softmax"`, `"layers.*::qkv"`. `@1` after a
-    module, `#0` and `#0.1` after an operator fix call, occurrence and result.
+    `"layers.*.mlp::aten.mm"`: what `mm` makes in these modules. Without `::` a text is the name of modules or of an
+    operator (operators have a dot: `"aten.mm"`, all overloads, `"aten.mm.default"`). After `::` a word without a dot is
+    the short name of an operator: `"::softmax"`. `@1` after a module, `#0` and `#0.1` after an operator fix call,
+    occurrence and result.
     """
 
     module: str | None
     operator: str | None
-    #: Of modules, operators or values, where the text does not say of which.
+    #: Of modules or operators, where the text does not say of which.
     name: str | None = None
     call: int | None = None
     occurrence: int | None = None
     result: int | None = None
-    #: A name of values, or an operator without its namespace, its overload and the underscores before it.
+    #: An operator without its namespace, its overload and the underscores before it.
     word: str | None = None
-    #: A name of values, and of nothing else.
-    given: str | None = None
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
@@ -135,7 +130,7 @@ class Selector:
         """
         module, colons, rest = text.rpartition("::")
         if not text or (colons and not rest):
-            raise ValueError(f"{text!r} selects nothing: after '::' goes an operator or a name.")
+            raise ValueError(f"{text!r} selects nothing: after '::' goes an operator.")
         counts = _COUNTS.fullmatch(rest)
         if counts is None:
             raise ValueError(f"{text!r}: after '#' goes an occurrence, or occurrence.result: numbers from 0 on.")
@@ -152,28 +147,6 @@ class Selector:
         matches(name, "")
         both = (None, operator) if is_word else (operator, None)
         return cls(name or None, both[0], None, call, occurrence, result, both[1])
-
-    @classmethod
-    def of_name(cls, name: str) -> "Selector":
-        """Return the selector of the values that `actckpt.name` gave a name."""
-        return cls(None, None, given=name)
-
-    @property
-    def is_name(self) -> bool:
-        """Whether it may stand for a name of values, which has no dots."""
-        is_bare = self.name is not None and "." not in self.name and "**" not in self.name
-        return self.given is not None or is_bare or (self.word is not None and self.occurrence is None)
-
-    def has_name(self, names: Iterable[str], place: Place | None) -> bool:
-        """Whether a value with these names, made at a place or at none that is known, is one of these by its name."""
-        pattern = self.name or self.given or self.word
-        if pattern is None or not self.is_name or not any(matches(pattern, name) for name in names):
-            return False
-        if self.module is None and self.call is None:
-            return True
-        if place is None or self.call not in (None, place.call):
-            return False
-        return self.module is None or matches(self.module, place.module)
 
     def has(self, place: Place) -> bool:
         """Whether a place is one of these."""
@@ -193,8 +166,6 @@ class Selector:
         operators = operator, operator.rpartition(".")[0]
         if self.name is not None:
             return any(matches(self.name, name) for name in (*operators, module or ""))
-        if self.given is not None:
-            return False
         if self.operator is not None and not any(matches(self.operator, name) for name in operators):
             return False
         if self.word is not None and not any(matches(self.word, name) for name in _short_names(operator)):
@@ -209,15 +180,6 @@ def _is_any(pattern: str) -> bool:
 def _short_names(operator: str) -> tuple[str, str]:
     base = operator.split(".")[1]
     return base, base.lstrip("_")
-
-
-def check_name(name: str) -> None:
-    """Raise ValueError if a text cannot be a name of values, since in a selector it would be something else."""
-    if not name or not set(name).isdisjoint(_NOT_IN_NAMES) or any(map(str.isspace, name)):
-        raise ValueError(
-            f"{name!r} is no name. One of values is one word, without {' '.join(_NOT_IN_NAMES)}: it is used in "
-            "selectors, for example 'layers.*::qkv'."
-        )
 
 
 def _without_call(module: str) -> tuple[str, int | None]:

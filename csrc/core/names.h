@@ -61,7 +61,6 @@ namespace actckpt {
   X(module, "__module__") \
   X(modules, "_modules") \
   X(name, "name") \
-  X(names_drop, "names_drop") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
@@ -144,7 +143,6 @@ namespace actckpt {
   X(has_same_bytes) \
   X(input_error) \
   X(failure) \
-  X(is_watched) /* (function): ranks must compare what it repeats */ \
   X(parameter_error) \
   X(script_failure) /* how TorchScript words that a hook has raised */ \
   X(store_for)      /* (type of device) -> store */ \
@@ -175,16 +173,14 @@ namespace actckpt {
   X(check_watched)       /* (stored, window or None): raises where it is no more what it was */ \
   X(watched_type)        /* of what is stored and watched */ \
   X(replay_order)        /* (tape, target, task, clock) -> steps, values that stay */ \
+  X(small_window_bytes)  /* so many bytes of a replay stay whatever the window */ \
   X(replay_specially)    /* (step, args, kwargs or None) -> result */ \
   X(private_memory)      /* (value, tensor or None) -> memory for a step to write to */ \
   X(lost_error)          /* (value) */ \
   X(resized_error)       /* (held, value) */ \
   X(changed_after_error) /* (tensor, expected version) */ \
   X(other_bytes_error)   /* (value, result) */ \
-  X(agree)               /* (tape): all ranks run the same collectives again */ \
-  X(explained)           /* (tape, error of a collective) -> error */ \
-  X(outside_error)       /* (value) */ \
-  X(out_of_turn_error)   /* (value) */ \
+  X(order_error)         /* (value) */ \
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
   X(offload)             /* Action.OFFLOAD */ \

@@ -32,7 +32,7 @@ void value_dealloc(PyObject* self) {
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::choice, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::names, &V::module, &V::parked, &V::step);
+                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -184,7 +184,6 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "spare", spare),
     OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "choice", choice),
-    OBJECT(ValueObject, "names", names),
     OBJECT(ValueObject, "entry", entry),
     SEEN(ValueObject, "module", module),
     NUMBER(ValueObject, "nbytes", nbytes),

@@ -180,7 +180,7 @@ bool is_asked(ValueObject* value, long long task) noexcept {
 void count_needs(TapeObject* tape, long long task) {
   if (task == -1 || tape->counted_task == task) return;
   tape->counted_task = task;
-  if (tape->window_follows != 0) tape->window_bytes = -1;
+  tape->window_bytes = -1;
   for (HandleObject* handle = tape->first_handle; handle != nullptr; handle = handle->next) {
     if (handle->task == task) continue;
     auto* value = reinterpret_cast<ValueObject*>(reinterpret_cast<WindowObject*>(handle->window)->value);

@@ -113,7 +113,6 @@ EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   }
   assign(entry->action, n.keep);
   assign(entry->why, n.no_reason);
-  assign(entry->names, value->names);
   const py::object storage = reads().untyped_storage(tensor);
   if (value->is_input == 0) note_alive(tape->meter, storage.ptr());
   entry->storage = untracked(PyWeakref_NewRef(storage.ptr(), nullptr));

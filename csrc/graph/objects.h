@@ -56,7 +56,6 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
-  PyObject* names;  // a tuple, that `actckpt.name` gave; null: none
   // With the next three its place (record/module_calls.h); null: nobody asks, or no recorded operator made it.
   PyObject* module;
   long long call;
@@ -146,7 +145,6 @@ struct EntryObject {
   PyObject* module;
   PyObject* action;
   PyObject* why;
-  PyObject* names;    // null: none
   PyObject* storage;  // a weak reference
   long long nbytes;
   long long num_replays;
@@ -161,7 +159,6 @@ struct ChoiceFacts {
   PyObject* default_action;  // for all others
   char are_known;
   char asks_calls;
-  char names_drop;  // a name may say that what stays is dropped after all
 };
 
 // The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
@@ -187,7 +184,7 @@ struct TapeObject {
   HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached
-  long long window_bytes;  // most of them; -1: no limit
+  long long window_bytes;  // most of them in this backward; -1: no limit
   long long counted_task;  // see `count_needs`
   long long num_lost;
   long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
@@ -203,10 +200,9 @@ struct TapeObject {
   char is_open;
   char is_audited;
   char audits_always;
-  char window_follows;  // the sizes seen: each backward begins without a limit
-  char repeats;         // some of its values are made by collectives that run again (replay/repeated_collectives.h)
-  char is_repeating;    // and one of them may run now
-  char must_agree;      // all ranks must say first that they repeat the same
+  char has_windows;   // each backward begins without a limit, and may get one
+  char repeats;       // some of its values are made by collectives that run again (replay/repeated_collectives.h)
+  char is_repeating;  // and one of them may run now
 };
 
 extern PyTypeObject* value_type;

@@ -83,7 +83,7 @@ void handle_dealloc(PyObject* self) {
 
 void entry_dealloc(PyObject* self) {
   using E = EntryObject;
-  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::names, &E::storage);
+  free_object<E>(self, &E::operator_, &E::module, &E::action, &E::why, &E::storage);
 }
 
 void tape_dealloc(PyObject* self) {
@@ -130,7 +130,7 @@ PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
     tape->holding = py::list().release().ptr();
     tape->saved = py::list().release().ptr();
     tape->candidates = py::list().release().ptr();
-    tape->swap = -1;
+    tape->swap = tape->window_bytes = tape->counted_task = -1;
     tape->is_open = 1;
     return result.release().ptr();
   });
@@ -148,13 +148,17 @@ PyMemberDef handle_members[] = {
     OBJECT(HandleObject, "audit", audit),
     {"__weaklistoffset__", T_PYSSIZET, offsetof(HandleObject, weak_references), READONLY, nullptr},
     END};
-PyMemberDef entry_members[] = {
-    OBJECT(EntryObject, "operator", operator_), OBJECT(EntryObject, "module", module),
-    OBJECT(EntryObject, "action", action),      OBJECT(EntryObject, "why", why),
-    OBJECT(EntryObject, "names", names),        OBJECT(EntryObject, "storage", storage),
-    NUMBER(EntryObject, "nbytes", nbytes),      NUMBER(EntryObject, "num_replays", num_replays),
-    NUMBER(EntryObject, "call", call),          NUMBER(EntryObject, "occurrence", occurrence),
-    NUMBER(EntryObject, "result", result),      END};
+PyMemberDef entry_members[] = {OBJECT(EntryObject, "operator", operator_),
+                               OBJECT(EntryObject, "module", module),
+                               OBJECT(EntryObject, "action", action),
+                               OBJECT(EntryObject, "why", why),
+                               OBJECT(EntryObject, "storage", storage),
+                               NUMBER(EntryObject, "nbytes", nbytes),
+                               NUMBER(EntryObject, "num_replays", num_replays),
+                               NUMBER(EntryObject, "call", call),
+                               NUMBER(EntryObject, "occurrence", occurrence),
+                               NUMBER(EntryObject, "result", result),
+                               END};
 PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               OBJECT(TapeObject, "holding", holding),
                               OBJECT(TapeObject, "saved", saved),
@@ -185,9 +189,8 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               FLAG(TapeObject, "is_open", is_open),
                               FLAG(TapeObject, "is_audited", is_audited),
                               FLAG(TapeObject, "audits_always", audits_always),
-                              FLAG(TapeObject, "window_follows", window_follows),
+                              FLAG(TapeObject, "has_windows", has_windows),
                               FLAG(TapeObject, "repeats", repeats),
-                              FLAG(TapeObject, "must_agree", must_agree),
                               END};
 PyGetSetDef tape_getters[] = {{"choice", tape_choice, set_tape_choice, nullptr, nullptr},
                               {"cached_bytes", tape_cached_bytes, nullptr, nullptr, nullptr},

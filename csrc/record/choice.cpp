@@ -9,15 +9,12 @@ const ChoiceFacts& facts_of_choice(TapeObject* tape) {
   if (facts.are_known == 0) {
     PyObject* choice = tape->choice;
     facts.asks_calls = is_true(choice, names().asks_calls);
-    facts.names_drop = is_true(choice, names().names_drop);
     assign(facts.actions, attribute(choice, names().actions).ptr());
     assign(facts.default_action, attribute(choice, names().default_action).ptr());
     facts.are_known = 1;
   }
   return facts;
 }
-
-bool may_be_dropped(TapeObject* tape) { return facts_of_choice(tape).names_drop != 0; }
 
 py::object table_action(TapeObject* tape, PyObject* op, long long result) {
   const py::object found = attribute(tape->choice, names().found);
@@ -39,7 +36,7 @@ py::object action_of(TapeObject* tape, const Overload& overload) {
 }
 
 bool stays_always(TapeObject* tape, const Overload& overload) {
-  if (facts_of_choice(tape).asks_calls != 0 || may_be_dropped(tape)) return false;
+  if (facts_of_choice(tape).asks_calls != 0) return false;
   const py::object action = action_of(tape, overload);
   return !action.is_none() && action.ptr() != names().recompute;
 }

@@ -9,9 +9,6 @@ namespace actckpt::replay {
 // What is asked of a policy at every operator; read once for each that the tape gets.
 const ChoiceFacts& facts_of_choice(TapeObject* tape);
 
-// Whether an operator whose result stays may have to run again: a name that the result gets may say so.
-bool may_be_dropped(TapeObject* tape);
-
 // The action for one result of the operator that runs, None where the policy is no table of places.
 py::object table_action(TapeObject* tape, PyObject* op, long long result);
 

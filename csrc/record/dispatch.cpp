@@ -26,7 +26,7 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
   const long long num_untold = tape->num_untold;
   py::object step;
-  if (!stays || may_be_dropped(tape)) {  // else it is never made again: nobody will ask what it was made from
+  if (!stays) {  // else it is never made again: nobody will ask what it was made from
     const py::list inputs;
     py::object list = args_with_windows(tape, args, inputs.ptr());
     py::object dict = kwargs_with_windows(tape, kwargs, inputs.ptr());

@@ -74,7 +74,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     value->index = index;
     append(tape->holding, as_object(value));
     if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
-    if (step == nullptr || is_opaque || !may_be_dropped(tape) || !is_true(op, names().is_plain)) return;
+    return;
   }
   add_output(step, value, kind, index);
 }

@@ -98,7 +98,7 @@ bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Value
     nbytes += as_value(value)->nbytes;
     ++num_values;
   }
-  return tape->window_follows == 0 || nbytes <= kSmallWindowBytes || num_values < kFewValues;
+  return tape->has_windows == 0 || nbytes <= PyLong_AsLongLong(names().small_window_bytes) || num_values < kFewValues;
 }
 
 // The steps as a graph, and the numbers of values in it, which are what `made` holds first.

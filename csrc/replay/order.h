@@ -7,9 +7,7 @@
 
 namespace actckpt::replay {
 
-// Where `configure(replay_window="auto")` follows the sizes seen: as many bytes stay in any case.
-constexpr long long kSmallWindowBytes = 4LL << 20;
-// There, fewer values than these stay too: the window cannot be so many times smaller (`windows.LEAST_GAIN`), as they
+// Fewer values than these stay too: the window cannot be so many times smaller (`windows.LEAST_GAIN`), as they
 // are of about one size, and without it none of them would stay.
 constexpr long long kFewValues = 4;
 

@@ -5,7 +5,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/locked.h"
 #include "core/python.h"
 #include "graph/lineage.h"
 #include "replay/execute.h"
@@ -51,28 +50,16 @@ std::vector<py::object> missing_collectives(ValueObject* value, long long task) 
 
 }  // namespace
 
-void agree_on_collectives(TapeObject* tape) {
-  if (tape->must_agree == 0 || current_task() == -1) return;
-  const Locked locked(tape->lock);
-  if (tape->must_agree == 0) return;
-  call_with(names().agree, reinterpret_cast<PyObject*>(tape));
-  tape->must_agree = 0;
-}
-
 void repeat_collectives(TapeObject* tape, ValueObject* value) {
   if (value->needs_collective == 0 || tape->is_repeating != 0) return;
   const long long task = current_task();
   const std::vector<py::object> missing = missing_collectives(value, task);
   if (missing.empty()) return;
-  if (task == -1) raise(call_with(names().outside_error, missing[0].ptr()));
+  if (task == -1) raise(call_with(names().order_error, missing[0].ptr()));
   const Turn turn(tape);
-  try {
-    for (const py::object& each : missing) {
-      auto* made = as_value(each);
-      bytes_of(tape, made, nullptr, made->ordinal, nullptr);
-    }
-  } catch (py::error_already_set& error) {
-    raise(call_with(names().explained, reinterpret_cast<PyObject*>(tape), error.value().ptr()));
+  for (const py::object& each : missing) {
+    auto* made = as_value(each);
+    bytes_of(tape, made, nullptr, made->ordinal, nullptr);
   }
 }
 
@@ -81,7 +68,7 @@ void check_is_in_turn(const TapeObject* tape, const StepObject* step) {
   for (Py_ssize_t i = 0; step->outputs != nullptr && i < PyList_GET_SIZE(step->outputs); ++i) {
     PyObject* made = referent(PyList_GET_ITEM(step->outputs, i));
     if (made != nullptr && reinterpret_cast<ValueObject*>(made)->is_repeated != 0) {
-      raise(call_with(names().out_of_turn_error, made));
+      raise(call_with(names().order_error, made));
     }
   }
 }

@@ -5,10 +5,6 @@
 
 namespace actckpt::replay {
 
-// Sees to it, before a backward reads the first saved tensor of a region, that all ranks are about to repeat the same
-// collectives there: at the same point of the same backward on each of them, whatever its policy drops.
-void agree_on_collectives(TapeObject* tape);
-
 // Runs again the collectives that lead to `value` and that the backward under way has not run again yet, in the order
 // of the forward. What they return stays until that backward ends. Called with the lock of the tape held.
 void repeat_collectives(TapeObject* tape, ValueObject* value);

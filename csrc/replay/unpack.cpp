@@ -97,7 +97,6 @@ py::object unpacked(HandleObject* handle) {
   auto* value = as_value(value_held);
   if (tape->is_open != 0) call_with(names().unpacked_inside, handle->tape, value_held.ptr());
   Unpacking unpacking(handle);
-  agree_on_collectives(tape);
   const Found found = found_of(tape, handle, value);
   unpacking.done();
   release_needs(value, handle->task);

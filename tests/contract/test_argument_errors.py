@@ -432,14 +432,6 @@ def test_a_class_of_modules_is_no_function_to_checkpoint() -> None:
             actckpt.checkpoint(wrong, 4, 4, **keywords)
 
 
-def test_a_name_in_the_place_of_the_tensor_is_told_without_its_numbers() -> None:
-    wrong: Any = torch.arange(1000)
-    with pytest.raises(
-        TypeError, match=r"^name: takes a tensor and its name, not a str and a tensor\. Pass y = name\(y"
-    ):
-        actckpt.name("qkv", wrong)  # type: ignore[type-var]
-
-
 @pytest.mark.parametrize("name", ["plan", "compare"])
 def test_a_model_without_memory_cannot_be_measured(name: str) -> None:
     with torch.device("meta"):

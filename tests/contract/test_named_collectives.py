@@ -157,43 +157,6 @@ def test_the_form_in_place_stays() -> None:
     assert {value.action for value in report.values if "all_reduce_" in str(value.place)} == {Action.KEEP}
 
 
-@pytest.mark.parametrize("policy", [{"summed": "recompute"}, {"aten.sin": "keep", "*med": "recompute"}])
-def test_a_name_for_what_a_collective_returned_raises(policy: Any) -> None:
-    x = torch.randn(4, requires_grad=True)
-    with (
-        pytest.raises(ValueError, match=r"'summed', and _c10d_functional.all_reduce.*Add \{'::all_reduce': 'rec"),
-        actckpt.region(policy),
-    ):
-        actckpt.name(_Through.apply(x.sin(), _all_reduce), "summed")
-
-
-def test_a_name_for_what_can_never_run_again_says_so() -> None:
-    x = torch.randn(4, requires_grad=True)
-    with (
-        pytest.raises(ValueError, match=r"all_reduce_\.default returned it.*Take the name out"),
-        actckpt.region({"summed": "recompute"}),
-    ):
-        actckpt.name(_Through.apply(x.sin(), _all_reduce_in_place), "summed")
-
-
-def test_a_name_beside_the_operator_repeats_it() -> None:
-    x = torch.randn(4, requires_grad=True)
-    with actckpt.region({"summed": "recompute", "::all_reduce": "recompute"}):
-        y = actckpt.name(_Through.apply(x.sin(), _all_reduce), "summed").exp().cos().sum()
-    with Seen() as seen:
-        y.backward()
-    assert seen.names == ["all_reduce"]
-
-
-def test_names_of_what_is_made_from_it_drop_that() -> None:
-    x = torch.randn(4, requires_grad=True)
-    with actckpt.region({"**": "keep", "doubled": "recompute"}) as region:
-        y = _Through.apply(x.sin(), _all_reduce)
-        z = actckpt.name(y * 2.0, "doubled").sin().sum()
-    assert [value.action for value in region.report().values if value.names] == [Action.RECOMPUTE]
-    z.backward()
-
-
 def test_reading_outside_of_a_backward_raises() -> None:
     x = torch.randn(4, requires_grad=True)
     with actckpt.region({NAME: "recompute"}):

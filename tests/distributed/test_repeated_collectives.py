@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,15 +13,14 @@ import torch.distributed as dist
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, set_timeout, train
+from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, train
 
 import actckpt
+from actckpt import _C, _bind
 from actckpt._core import pressure
+from actckpt._replay import windows
 
 functional = torch.ops._c10d_functional
-
-#: Until ranks that compare have raised: they do not wait for the longer timeouts.
-_AT_ONCE_S = 20.0
 
 COLLECTIVES = (
     functional.all_gather_into_tensor,
@@ -81,7 +79,8 @@ def _without_room(model: nn.Module) -> None:
     """Let the second rank keep as little of a replay as it can."""
     if dist.get_rank() != 1:
         return
-    actckpt.configure(replay_window=1)
+    windows.LEAST_GAIN = 1
+    _C.connect(_bind.NAMES | {"small_window_bytes": 0})
     for parameter in model.parameters():
         parameter.register_hook(lambda _: pressure.release(1 << 40) and None)
 
@@ -240,150 +239,76 @@ def test_parts_of_a_graph_repeat_what_they_need(ranks: Ranks) -> None:
     ranks.run(_check_parts)
 
 
-# Ranks that differ
-
-
-def _differing(policies: list[Any], timeout_s: float) -> tuple[str, str, float]:
-    group = dist.new_group()
-    loss = _in_region(policies[dist.get_rank()])(*_inputs(), group)
-    dist.barrier()
-    set_timeout(group, timeout_s)
-    began = time.monotonic()
-    try:
-        loss.backward()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
-
-
-def test_ranks_with_other_policies_raise_at_once(ranks: Ranks) -> None:
-    found = ranks.run(_differing, [_BOTH, {GATHER: "recompute"}], 30.0)
-    for kind, text, seconds in found:
-        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
-        assert "Ranks 0 and 1 do not repeat the same collectives" in text
-        assert f"from number 2 on: {SCATTER}.default (collective 2 of the region's forward) on rank 0, none on" in text
-        assert "Give the same policy to all ranks" in text
-    assert found[0][1] == found[1][1]
-
-
-def test_ranks_with_other_operators_raise_at_once(ranks: Ranks) -> None:
-    for kind, text, seconds in ranks.run(_differing, [{GATHER: "recompute"}, {SCATTER: "recompute"}], 30.0):
-        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
-        assert "from number 1 on" in text and GATHER in text and SCATTER in text
-
-
-def _check_other_blocks() -> None:
-    """Each rank names the collectives of another block, and sends as many bytes in it."""
-    inputs = _inputs()
-    actckpt.configure(audit="off")
-    policies: list[Any] = [[], []]
-    policies[dist.get_rank()] = {"_c10d_functional.all_reduce": "recompute"}
-    x = inputs[0]
-    for policy in policies:
-        with actckpt.region(policy):
-            x = _Reduced.apply(x.sin()).exp().cos()
-    with pytest.raises(actckpt.errors.RanksDifferError, match="from other places of the forward"):
-        x.sum().backward()
+# Policies that change
 
 
 class _Reduced(torch.autograd.Function):
-    """A collective in forward, and none in backward, for which the other rank would wait."""
+    """The mean over the ranks, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
+        return _mean(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+        return _mean(gradient)
 
 
-def test_ranks_that_name_the_like_in_other_blocks_raise_at_once(ranks: Ranks) -> None:
-    ranks.run(_check_other_blocks)
-    ranks.close()  # they left out audits
+def _mean(x: Tensor) -> Tensor:
+    total: Tensor = functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD.group_name))
+    return total / NUM_RANKS
 
 
-def _check_sends() -> None:
-    """A rank that sends more often than another one, in the group that runs the collectives."""
-    group = dist.new_group()
-    sent = [dist.isend(torch.ones(1), 1, group=group)] if dist.get_rank() == 0 else []
-    model, x = _Blocks(), _inputs()[0]
-    model(x, group).backward()
-    gradient = x.grad
-    x.grad = None
-    with actckpt.region(_BOTH):  # opened before the modules run, as by `apply`
-        loss = model(x, group)
-    loss.backward()
-    assert gradient is not None and x.grad is not None and torch.equal(x.grad, gradient)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        dist.recv(torch.ones(1), 0, group=group)
-    for each in sent:
-        each.wait()
-
-
-class _Blocks(nn.Module):
+class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.first, self.second = (nn.Parameter(torch.randn(8, 8, generator=generator)) for _ in range(2))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, group: Any) -> Tensor:
-        return _block(x, self.first, self.second, group)
-
-
-def test_a_rank_may_send_more_often_than_others(ranks: Ranks) -> None:
-    ranks.run(_check_sends)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(_Reduced.apply(self.first(x).sin()).exp().tanh())
 
 
-def _two_groups(timeout_s: float) -> tuple[str, str, float]:
-    """Each rank repeats collectives of both groups, and begins with another one."""
-    groups = [dist.new_group() for _ in range(2)]
-    x, first, second = _inputs()
-    numbers = (0, 1) if dist.get_rank() == 0 else (1, 2)
-    with actckpt.region({f"{GATHER}#{number}": "recompute" for number in numbers}):
-        y = x
-        for number in (0, 1, 0):
-            y = _block(y * x, first, second, groups[number])
-    dist.barrier()
-    for group in groups:
-        set_timeout(group, timeout_s)
-    began = time.monotonic()
-    try:
-        y.backward()
-    except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "", "", time.monotonic() - began
+class _Calling(nn.Sequential):
+    """Checkpoints functions that it makes anew at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = actckpt.checkpoint(lambda y, block=block: block(y), x)
+        return x
 
 
-def test_ranks_that_differ_in_two_groups_compare_these_in_one_order(ranks: Ranks) -> None:
-    for kind, _, seconds in ranks.run(_two_groups, 30.0):
-        assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
+def _model(kind: type[nn.Sequential]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return kind(*(_Block() for _ in range(3)))
 
 
-@pytest.mark.parametrize("rank", range(NUM_RANKS))
-def test_a_rank_that_repeats_none_is_waited_for_as_long_as_the_group_says(rank: int, ranks: Ranks) -> None:
-    policies: list[Any] = [_BOTH, _BOTH]
-    policies[rank] = []
-    found = ranks.run(_differing, policies, 2.0)
-    kind, text, seconds = found[1 - rank]
-    assert kind == "RanksDifferError" and seconds < _AT_ONCE_S
-    assert f"Rank {rank} did not come to that point within 2 s" in text
-    assert found[rank][0] and found[rank][2] < _AT_ONCE_S  # its own collectives in backward time out
+def _check_changes(kind: type[nn.Sequential], policies: list[Any]) -> None:
+    """Train two steps with each of the policies, on all ranks."""
+    plain, ours = _model(nn.Sequential), _model(kind)
+    for number, policy in enumerate(policies):
+        if policy is not None:
+            actckpt.apply(ours, policy=policy, blocks=_Block)
+        for step in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(20 * number + 10 * step + dist.get_rank()))
+            for model in (plain, ours):
+                model.zero_grad()
+                model(x).sum().backward()
+            check_equal(*([parameter.grad for parameter in model.parameters()] for model in (ours, plain)))
+        if policy is not None:
+            actckpt.remove(ours)
 
 
-def _later_steps() -> tuple[int, int]:
-    from actckpt._core import agreement
-
-    group = dist.new_group()
-    call = _in_region(_BOTH)
-    for seed in range(4):
-        call(*_inputs(seed), group).backward()
-    first = agreement.exchanges_of(group).number
-    for _ in range(2):
-        _in_region({GATHER: "recompute"})(*_inputs(), group).backward()
-    return first, agreement.exchanges_of(group).number
+_ALL_REDUCE = {"_c10d_functional.all_reduce": "recompute"}
 
 
-def test_ranks_compare_once_per_sequence(ranks: Ranks) -> None:
-    assert ranks.run(_later_steps) == [(1, 2)] * NUM_RANKS
+@pytest.mark.parametrize(
+    ("kind", "policies"),
+    [
+        (nn.Sequential, ["recompute", "recompute", _ALL_REDUCE, [], None, [], "recompute", _ALL_REDUCE]),
+        (_Calling, [None]),
+    ],
+)
+def test_ranks_may_change_what_they_recompute_together(
+    kind: type[nn.Sequential], policies: list[Any], ranks: Ranks
+) -> None:
+    ranks.run(_check_changes, kind, policies)

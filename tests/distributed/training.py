@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
 import importlib
 import tempfile
@@ -38,14 +37,6 @@ _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 _LET_GO_S = 0.05
 
 Method = Callable[[nn.Module], object]
-
-
-def set_timeout(group: Any, seconds: float) -> None:
-    """Let collectives of a group wait so long for other ranks from now on.
-
-    To be called after a forward: a rank that comes late to its collectives must not end the test.
-    """
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
 
 
 class Model(nn.Module):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import actckpt
 from actckpt import Action
-from actckpt.policies import PerOp, save_and_offload_only_these_names, save_only_these_names
+from actckpt.policies import PerOp
 
 DEVICE = "cuda"
 aten = torch.ops.aten
@@ -48,8 +48,7 @@ class Block(nn.Module):
         """Map (batch, sequence, width) to the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attention_dropout, is_causal=True)
-        y = actckpt.name(y.transpose(1, 2).flatten(2), "attended")
-        x = x + F.dropout(self.out(y), self.dropout)
+        x = x + F.dropout(self.out(y.transpose(1, 2).flatten(2)), self.dropout)
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
 
 
@@ -86,8 +85,6 @@ OURS: dict[str, Method] = {
     "dots": _policy("dots_with_no_batch_dims"),
     "list": _policy(SAVED),
     "per operator": _policy(_OFFLOADS_MATMULS),
-    "names": _policy(save_only_these_names("attended")),
-    "names away": _policy(save_and_offload_only_these_names(names_which_can_be_offloaded=["attended"])),
     "places": _policy({"**::aten.addmm": "keep", "**::aten.gelu": "offload"}),
     "offload": _policy("offload"),
     "prefer offload": _policy("prefer_offload"),

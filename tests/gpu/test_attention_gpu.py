@@ -19,7 +19,7 @@ _BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.MATH,
 ]
-_METHODS = ("rerun", "replay", "attention", "list", "per operator", "names", "offload", "contexts")
+_METHODS = ("rerun", "replay", "attention", "list", "per operator", "offload", "contexts")
 
 
 class _Attention(nn.Module):

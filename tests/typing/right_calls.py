@@ -11,7 +11,7 @@ from typing_extensions import assert_type
 
 import actckpt
 from actckpt import Action, Place
-from actckpt.policies import PerOp, Policy, save_and_offload_only_these_names, save_only_these_names
+from actckpt.policies import PerOp, Policy
 
 
 def split(x: torch.Tensor, parts: int = 2) -> tuple[torch.Tensor, int]:
@@ -54,8 +54,6 @@ class Layer(torch.nn.Module):
 
 def calls_keep_their_types(x: torch.Tensor) -> None:
     assert_type(actckpt.checkpoint(split, x), tuple[torch.Tensor, int])
-    assert_type(actckpt.name(x, "x"), torch.Tensor)
-    assert_type(actckpt.name(torch.nn.Parameter(x), "weight"), torch.nn.Parameter)
     assert_type(actckpt.checkpoint(split, x, parts=3, use_reentrant=False, debug=True), tuple[torch.Tensor, int])
     assert_type(actckpt.te.checkpoint(split, x, debug=True, parts=3), tuple[torch.Tensor, int])
     assert_type(actckpt.checkpoint(torch.nn.Linear(4, 4), x), Any)
@@ -88,8 +86,6 @@ def policies_of_every_form(model: torch.nn.Module, x: torch.Tensor, policy: Poli
         actckpt.region({"layers.*::aten.mm": "keep", Place("head", "aten.addmm.default"): Action.OFFLOAD}),
         actckpt.region({name: Action.KEEP}),
         actckpt.region(places),
-        actckpt.region(save_only_these_names("qkv", name)),
-        actckpt.region(save_and_offload_only_these_names(names_which_can_be_offloaded=["x"])),
         actckpt.region(lambda info: Action.KEEP if info.is_input else Action.OFFLOAD),
         actckpt.region(lambda info: "keep" if info.is_input else "offload"),
         actckpt.region(by_size),
@@ -127,5 +123,5 @@ def settings() -> None:
         host_limit="64GiB", disk_limit=None, spill_dir="/tmp", max_inflight="auto", num_workers=1
     )
     assert_type(changed.host_limit, int | None)
-    actckpt.configure(audit="always", opaque=["aten.mul", torch.ops.aten.mm], observers=[], replay_window=1 << 20)
+    actckpt.configure(audit="always", opaque=["aten.mul", torch.ops.aten.mm], observers=[])
     assert_type(actckpt.stats().offloaded_bytes, int)

@@ -3,7 +3,7 @@
 import torch
 
 import actckpt
-from actckpt.policies import PerOp, save_only_these_names
+from actckpt.policies import PerOp
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -42,9 +42,6 @@ def policies(x: torch.Tensor) -> None:
     actckpt.region({"layers.*::aten.mm": "kep"})  # wrong
     actckpt.region({"layers.*::aten.mm": 3})  # wrong
     actckpt.region([torch.mm])  # wrong
-    actckpt.region(save_only_these_names(3))  # wrong
-    actckpt.name("qkv", x)  # wrong
-    actckpt.name(x)  # wrong
     actckpt.region(lambda info: "kep" if info.is_input else "keep")  # wrong
     actckpt.region(lambda info: 3 if info.is_inputt else 4)  # wrong
     actckpt.checkpoint(double, x, policy="recomptue")  # wrong

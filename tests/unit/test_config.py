@@ -35,7 +35,6 @@ WRONG = [
         ["Mode", None, 5, [None], [5], ["Mode"], [...], [int]],
         "Pass a list of types of dispatch modes",
     ),
-    ("replay_window", [True, "AUTO", -1, 1.5, "x", 2**63, "9999999TiB", float("nan")], "is not a size"),
     ("host_limit", [True, -1, 1.5, "x", 2**63, "9999999TiB"], "is not a size"),
     ("pageable_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),
     ("disk_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),

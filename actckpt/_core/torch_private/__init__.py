@@ -61,11 +61,8 @@ from actckpt._core.torch_private.compiler import (
 )
 from actckpt._core.torch_private.distributed import (
     finished_work,
-    group_store,
-    group_timeout,
     num_operations,
     operations_of_groups,
-    resolved_group,
     wait_for_collective,
 )
 from actckpt._core.torch_private.fakes import (
@@ -153,8 +150,6 @@ __all__ = [
     "get_memory_label",
     "gradient_bytes",
     "graph_break",
-    "group_store",
-    "group_timeout",
     "has_registered_effect",
     "implementation_of",
     "innermost_transform",
@@ -185,7 +180,6 @@ __all__ = [
     "reads_filled_late",
     "remove_dispatch_mode",
     "replaced_function_modes",
-    "resolved_group",
     "runs_compiled_below_modes",
     "saved_in",
     "selective_policy",

@@ -76,16 +76,9 @@ def policy_of(kind: str, seed: int) -> Any:
         return [op for op in (torch.ops.aten.mul, torch.ops.aten.mm, torch.ops.aten.tanh) if drawn(str(op)) % 2]
     if kind == "values":
         return lambda info: actions[drawn(info.op, info.index, info.shape) % 4]
-    if kind == "places and names":
-        entries = [key for key in ("**", "aten.mul", "::tanh", "n0", "::n1", "n[12]", "aten.mm") if drawn(key) % 3]
+    if kind == "places":
+        entries = [key for key in ("**", "aten.mul", "::tanh", "aten.mm") if drawn(key) % 3]
         return {"**": actions[seed % 4]} | {key: actions[drawn(key, "action") % 4] for key in entries}
-    if kind == "names":
-        names = [f"n{number}" for number in range(3) if drawn(number) % 3]
-        return actckpt.policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=names[::2], names_which_can_be_offloaded=names[1::2]
-        )
-    if kind == "named values":
-        return lambda info: actions[drawn(info.names, info.index) % 4]
     if kind == "torch":
         chosen = [getattr(CheckpointPolicy, name) for name in _OF_TORCH if hasattr(CheckpointPolicy, name)]
         return lambda ctx, op, *args, **kwargs: chosen[drawn(op, len(args)) % len(chosen)]
@@ -94,7 +87,7 @@ def policy_of(kind: str, seed: int) -> Any:
 
 POLICIES = (
     *("recompute", "keep", "offload", "prefer_offload", "per op", "list", "values", "torch"),
-    *("places and names", "names", "named values"),
+    "places",
 )
 #: The last two came with torch 2.11.
 _OF_TORCH = ("MUST_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD")
@@ -138,10 +131,6 @@ def _moved(tensor: Tensor) -> Tensor:
 
 def _run_one(kind: str, numbers: list[int], pool: Pool, region: Region, wanted: list[Tensor], depth: int) -> Pool:
     a, b, c = numbers
-    if kind == "name":
-        target = at(pool, a)
-        assert actckpt.name(target, f"n{b % 3}") is target
-        return []
     if kind == "drop":
         if len(pool) > 2:
             del pool[a % len(pool)]

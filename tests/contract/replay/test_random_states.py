@@ -67,23 +67,3 @@ def test_a_policy_function_is_asked_after_the_draw_so_the_state_is_read(captured
     found = _gradient(policy)
     assert len(captured) == 1
     assert torch.equal(found, _gradient(None))
-
-
-def test_what_a_name_may_drop_is_drawn_again_with_the_state_that_was_read(captured: list[Any]) -> None:
-    def loss(x: Tensor) -> Tensor:
-        hidden, _ = torch.native_dropout(x.exp(), 0.5, True)
-        return (actckpt.name(hidden, "dropped").sin() * hidden).sum()
-
-    def gradient(policy: Any) -> Tensor:
-        torch.manual_seed(3)
-        x = torch.linspace(-1, 1, 64).requires_grad_()
-        with actckpt.region(policy):
-            result = loss(x)
-        torch.rand(5)
-        result.backward()
-        assert x.grad is not None
-        return x.grad
-
-    found = gradient({"dropped": "recompute", "::aten.native_dropout": "keep"})
-    assert len(captured) == 1
-    assert torch.equal(found, gradient([_DROPOUT]))

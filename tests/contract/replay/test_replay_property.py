@@ -17,7 +17,7 @@ numbers = st.integers(0, 9)
 names = st.sampled_from(sorted(OPERATORS))
 writes = st.sampled_from(sorted(name for name in OPERATORS if name.endswith("_") or "place" in name or "of" in name))
 operators = st.tuples(names | writes, numbers, numbers, numbers)
-extras = st.tuples(st.sampled_from(["drop", "grad", "checkpoint", "name", "name"]), numbers, numbers, numbers)
+extras = st.tuples(st.sampled_from(["drop", "grad", "checkpoint"]), numbers, numbers, numbers)
 policies = st.tuples(st.sampled_from(POLICIES), st.integers(0, 50))
 
 

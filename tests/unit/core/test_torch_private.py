@@ -10,7 +10,6 @@ import ast
 import importlib
 import weakref
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -181,18 +180,8 @@ def group() -> Iterator[Any]:
     if not (dist.is_available() and dist.is_gloo_available()):
         pytest.skip("needs a torch that is built with gloo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.new_group(timeout=timedelta(seconds=7))
+    yield dist.new_group()
     dist.destroy_process_group()
-
-
-def test_installed_torch_tells_name_store_and_timeout_of_a_process_group(group: Any) -> None:
-    assert torch_private.resolved_group(group.group_name) is group
-    assert torch_private.resolved_group(group.boxed()) is group
-    assert torch_private.group_timeout(group) == timedelta(seconds=7)
-    store = torch_private.group_store(group)
-    store.set("actckpt/test", "found")
-    assert store.check(["actckpt/test"]) and store.get("actckpt/test") == b"found"
-    assert not store.check(["actckpt/other"])
 
 
 def test_installed_torch_counts_operations_of_a_process_group(group: Any) -> None:
@@ -205,16 +194,6 @@ def test_installed_torch_counts_operations_of_a_process_group(group: Any) -> Non
             raise RuntimeError("ProcessGroup does not yet support sequence numbers")
 
     assert torch_private.num_operations(Silent()) is None
-
-
-def test_a_torch_without_a_public_store_of_groups_has_one(group: Any) -> None:
-    class WithoutGetter:
-        group_name = group.group_name
-
-    other, world = WithoutGetter(), dist.distributed_c10d._world
-    world.pg_map[other] = world.pg_map[group]  # type: ignore[index]
-    assert torch_private.group_store(other) is world.pg_map[group][1]
-    del world.pg_map[other]  # type: ignore[arg-type]
 
 
 _PACKAGE = Path(torch_private.__file__).parent

@@ -104,32 +104,6 @@ def test_short_names_of_operators_leave_out_underscores_before_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "has"),
-    [
-        ("qkv", (True, True)),
-        ("q*", (True, True)),
-        ("::qkv", (True, True)),
-        ("layers.*::qkv", (True, False)),
-        ("layers.0@0::qkv", (True, False)),
-        ("layers.0@1::qkv", (False, False)),
-        ("layers.1::qkv", (False, False)),
-        ("::qkv#0", (False, False)),
-        ("aten.mm", (False, False)),
-        ("**", (False, False)),
-        ("**.qkv", (False, False)),
-        ("**::**", (False, False)),
-        ("layers.0@0", (False, False)),
-    ],
-)
-def test_a_selector_has_values_by_their_names_where_they_were_made_and_without_a_place(
-    text: str, has: tuple[bool, bool]
-) -> None:
-    selector, place = Selector.parse(text), Place("layers.0", "aten.mm.default")
-    assert (selector.has_name(["other", "qkv"], place), selector.has_name(["other", "qkv"], None)) == has
-    assert Selector.of_name("aten").has_name(["aten"], None) and not Selector.of_name("layers").has(place)
-
-
-@pytest.mark.parametrize(
     ("text", "what"),
     [
         ("", "selects nothing"),

@@ -1,0 +1,39 @@
+"""Whether this process is one of several ranks, and whether all of them run what it runs now."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+__all__ = ["COLLECTIVE_NAMESPACES", "has_others", "is_alone", "without_others"]
+
+#: Namespaces whose operators talk to other processes.
+COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
+
+
+class _Thread(threading.local):
+    num_alone = 0
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def without_others() -> Iterator[None]:
+    """Say that what runs in this thread runs on this rank only."""
+    _thread.num_alone += 1
+    try:
+        yield
+    finally:
+        _thread.num_alone -= 1
+
+
+def is_alone() -> bool:
+    """Whether other ranks do not run what runs now (NOTE [ Alone ])."""
+    return _thread.num_alone > 0
+
+
+def has_others() -> bool:
+    """Whether this is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
