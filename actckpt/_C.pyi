@@ -191,6 +191,7 @@ def run_common(
     early_stop: bool,
     preserve_rng_state: bool,
     check_metadata: bool,
+    audit: Any,
     /,
 ) -> Any: ...
 def run(
@@ -201,6 +202,7 @@ def run(
     early_stop: bool,
     check_metadata: bool,
     outer_swap: int,
+    audit: Any,
     /,
 ) -> Any: ...
 def rerun(refill: Refill, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> None: ...

@@ -30,6 +30,7 @@ from actckpt import _C
 from actckpt._core import messages, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of, is_of_module
 from actckpt._core.hooks import get_all_leaves
+from actckpt._rerun.audit import Audit
 from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
 
 __all__ = ["held_inputs"]
@@ -107,7 +108,7 @@ class _HeldCell:
 class Packed:
     """See NOTE [ Packed inputs ]."""
 
-    def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
+    def __init__(self, call: Call, survey: Survey, hooks: Any, audit: Audit | None) -> None:
         function, args, kwargs = call
         staying_ids = set() if get_all_leaves(hooks) else _staying_ids(survey, args)
         holding = _Holding(hooks, _C.exclusive_ids(args, kwargs), staying_ids)
@@ -121,6 +122,8 @@ class Packed:
         #: id() of the containers and functions that are built again.
         self.rebuilt_ids = holding.rebuilt_ids
         # What is not packed (globals, what objects hold) is watched as without hooks.
+        if audit is not None:
+            audit.note_inputs(tensor for _, tensor, _ in survey.tensors if id(tensor) in holding.packed_ids)
         survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in holding.packed_ids]
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
 
@@ -359,17 +362,19 @@ def held_inputs(
     kwargs: dict[str, Any],
     hooks: Any,
     left_alone: Sequence[Any] = (),
+    audit: Audit | None = None,
 ) -> Inputs:
     """Hold the inputs of a region: packed where hooks are active outside, else as they are.
 
     Args:
         hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
         left_alone: objects that reruns find as they are, whatever of them the function reaches.
+        audit: is told of the tensors that go through hooks.
     """
     survey = Survey(function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     call = (function, args, kwargs)
-    held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
+    held = Originals(call, survey) if outer is None else Packed(call, survey, outer, audit)
     rebuilt_ids = held.rebuilt_ids if isinstance(held, Packed) else set()
     structure = _C.Structure((function, *args, *kwargs.values()), rebuilt_ids, list(left_alone))
     return Inputs(held, survey, function, structure)

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
+from actckpt._rerun.audit import Audit
 from actckpt._rerun.inputs import Inputs
 from actckpt._rerun.object_state import modules_as_found, reads_checked
 from actckpt._rerun.other_ranks import watched
@@ -43,6 +44,7 @@ class Region:
     """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
 
     __slots__ = (
+        "audit",
         "carried",
         "forward_context",
         "inputs",
@@ -53,8 +55,9 @@ class Region:
         "trace",
     )
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, audit: Audit | None = None) -> None:
         self.inputs = inputs
+        self.audit = audit
         self.state = state.capture()
         #: None: reruns leave random state alone.
         self.random: random_state.RandomState | None = None
@@ -85,7 +88,7 @@ class Region:
             swap = self.random.outer_swap
         else:
             swap = _C.current_swap() if self.inputs.is_swapped else -1
-        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap)
+        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap, self.audit)
         self.inputs.forward_done()
         return result
 
@@ -111,6 +114,8 @@ class Region:
         restored = self.inputs.restore()
         function, args, kwargs = restored.call
         self.restored = restored.tensors
+        if self.audit is not None:
+            self.audit.compare_inputs(restored.tensors)
         refill.stop_if(lambda: not self.inputs.is_half_done(restored))
         try:
             with (

@@ -14,11 +14,14 @@ namespace actckpt {
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
   X(args, "args") \
+  X(around, "around") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
+  X(begin_rerun, "begin_rerun") \
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
+  X(check, "check") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(copy, "copy_") \
@@ -65,6 +68,8 @@ namespace actckpt {
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
+  X(note, "note") \
+  X(note_again, "note_again") \
   X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
@@ -85,6 +90,7 @@ namespace actckpt {
   X(type, "type") /* of a device */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
+  X(wants_another_run, "wants_another_run") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
   X(why_input, "an input of the region")                 /* what reports say of inputs */ \

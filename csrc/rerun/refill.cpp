@@ -7,6 +7,7 @@
 
 #include "core/python.h"
 #include "core/reads.h"
+#include "rerun/audit.h"
 
 namespace actckpt {
 namespace {
@@ -108,6 +109,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
         return stop(refill);
       }
     }
+    tell_audit(frame, names().note_again, index, tensor);
     Refilled& entry = refill->values->slots[index];
     entry.tensor = value;
     entry.witness = Witness(tensor, version, value.ptr());
