@@ -145,9 +145,7 @@ def _run(
     if options.offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(
-        function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers), audited
-    )
+    inputs = held_inputs(function, args, kwargs, input_hooks, audited)
     region = Region(inputs, audited)
     if preserve_rng_state:
         if devices.is_capturing():

@@ -318,7 +318,7 @@ def _itself(item: Any) -> Any:
     try:
         return _Itself(item)
     except TypeError:  # takes no weak references
-        return type(item)
+        return _itself(item()) if type(item) is weakref.ref else type(item)
 
 
 def can_compare(tensor: Tensor) -> bool:

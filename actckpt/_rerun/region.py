@@ -21,10 +21,9 @@ Rule 6. An outer region's lock may be taken while an inner one's is held (inputs
         never the other way round.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from types import CellType
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +32,7 @@ from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
 from actckpt._rerun.audit import Audit
 from actckpt._rerun.inputs import Inputs
-from actckpt._rerun.object_state import modules_as_found, reads_checked
+from actckpt._rerun.module_state import modules_as_found, reads_checked
 from actckpt._rerun.other_ranks import watched
 from actckpt.errors import ActckptError
 
@@ -116,14 +115,12 @@ class Region:
         self.restored = restored.tensors
         if self.audit is not None:
             self.audit.compare_inputs(restored.tensors)
-        refill.stop_if(lambda: not self.inputs.is_half_done(restored))
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
                 self.carried.rerun() if self.carried is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
-                _filled(restored.cells),
                 self.inputs.as_found(checks=is_checked),
                 watched(function),
             ):
@@ -134,19 +131,6 @@ class Region:
             pass  # the extension words it
         finally:
             self.restored = ()
-
-
-@contextmanager
-def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
-    """Run the body with these contents of closure cells (Rule 2 of NOTE [ Inputs of a region ])."""
-    outside = [(cell, cell.cell_contents) for cell, _ in cells]
-    try:
-        for cell, value in cells:
-            cell.cell_contents = value
-        yield
-    finally:
-        for cell, value in outside:
-            cell.cell_contents = value
 
 
 class _Failed(BaseException):

@@ -5,6 +5,7 @@ Torch's checkpoint computes wrong gradients with each of these functions, and sa
 
 from __future__ import annotations
 
+import collections
 import itertools
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,21 @@ from oracle import CountOperators, assert_equal, leaf, ours, plain
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
+
+CALLS = 0
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.items: list[float] = [1.0]
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 1.0
 
 
 class Recurrent(torch.nn.Module):
@@ -30,21 +46,66 @@ class Recurrent(torch.nn.Module):
         return (x * self.state).exp()
 
 
-def _impure() -> Callable[[torch.Tensor], torch.Tensor]:
+class Noisy(torch.nn.Module):
+    """Has a generator where no rerun looks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(0)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.rand(3, generator=self.generators[0])).exp()
+
+
+def _counts_in_global(x: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return (x * CALLS).exp()
+
+
+def _impure(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that reads what it changes."""
     numbers = itertools.count(1)
     identity = torch.nn.Identity()  # tells the call sites of these functions apart
+    held: Any = {
+        "list": [1.0],
+        "dict": {},
+        "set": set(),
+        "deque": collections.deque([1.0]),
+        "attribute": Holder(),
+        "slot": Slotted(),
+    }.get(name)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         scale: Any = next(numbers)
+        if name == "list":
+            held.append(1.0)
+            scale = sum(held)
+        elif name == "dict":
+            scale = held.setdefault("cached", 0.5) + len(held)
+            held[scale] = scale
+        elif name == "set":
+            held.add(scale)
+            scale = len(held)
+        elif name == "deque":
+            held.append(2.0)
+            scale = sum(held)
+        elif name in ("attribute", "slot"):
+            held.value += 1.0
+            scale = held.value
         return identity(x * scale).exp()
 
     return function
 
 
 IMPURE: dict[str, Callable[[], Callable[..., torch.Tensor]]] = {
-    "iterator": _impure,
+    **{
+        name: lambda name=name: _impure(name)
+        for name in ("list", "dict", "set", "deque", "attribute", "slot", "iterator")
+    },
+    "global": lambda: _counts_in_global,
     "attribute of a module": Recurrent,
+    "generator in an object of a module": Noisy,
 }
 
 
@@ -57,6 +118,8 @@ def test_a_function_that_does_not_repeat_its_forward_raises_on_its_first_call(na
 @pytest.mark.parametrize("name", IMPURE)
 def test_a_policy_is_right_where_a_rerun_raises(name: str) -> None:
     def run(**options: Any) -> list[torch.Tensor]:
+        global CALLS
+        CALLS = 0
         function, x = IMPURE[name](), torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
         for _ in range(2):
             y = ours(function, x, **options) if options else function(x)
@@ -64,6 +127,46 @@ def test_a_policy_is_right_where_a_rerun_raises(name: str) -> None:
         return [x.grad]
 
     assert_equal(run(policy="matmuls"), run())
+
+
+GLOBAL = 1.0
+
+
+def _reads_global(x: torch.Tensor) -> torch.Tensor:
+    return (x * GLOBAL).exp()
+
+
+def _bind_global(value: float) -> None:
+    global GLOBAL
+    GLOBAL = value
+
+
+CHANGED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda: [2.0], lambda c: c[0], lambda c: c.append(c.pop() + 1)),
+    "dict": (lambda: {"a": 2.0}, lambda c: c["a"], lambda c: c.update(a=3.0)),
+    "set": (lambda: {2.0}, len, lambda c: c.add(3.0)),
+    "deque": (lambda: collections.deque([2.0]), lambda c: c[0], lambda c: c.appendleft(3.0)),
+    "attribute": (Holder, lambda c: c.value, lambda c: setattr(c, "value", 3.0)),
+    "slot": (Slotted, lambda c: c.value, lambda c: setattr(c, "value", 3.0)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_somebody_else_changes_between_forward_and_backward_raises(name: str) -> None:
+    make, read, change = CHANGED[name]
+    held, identity = make(), torch.nn.Identity()
+    y = ours(lambda x: identity(x * read(held)).exp(), leaf(3))
+    change(held)
+    with pytest.raises(actckpt.RerunMismatchError, match="does not repeat its forward"):
+        y.sum().backward()
+
+
+def test_a_global_that_is_bound_anew_between_forward_and_backward_raises() -> None:
+    _bind_global(2.0)
+    y = ours(_reads_global, leaf(3))
+    _bind_global(3.0)
+    with pytest.raises(actckpt.RerunMismatchError, match="does not repeat its forward"):
+        y.sum().backward()
 
 
 def test_the_error_names_function_module_line_shape_and_operator() -> None:
@@ -80,6 +183,22 @@ def test_the_error_names_function_module_line_shape_and_operator() -> None:
         'audit="off"',
     ):
         assert word in words, words
+
+
+def test_a_function_that_only_counts_its_calls_is_right_and_runs_twice() -> None:
+    calls: list[int] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.exp().sin()
+
+    results = []
+    for method in (plain, ours):
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        method(function, x).sum().backward()
+        results.append(x.grad)
+    assert_equal(*results)
+    assert len(calls) == 3
 
 
 def _times_audited(calls: int) -> list[int]:
@@ -102,7 +221,7 @@ def test_calls_1_2_4_8_of_a_site_are_audited_whatever_the_shapes() -> None:
 def test_configure_audits_each_call_or_none() -> None:
     actckpt.configure(audit="off")
     assert _times_audited(3) == []
-    ours(_impure(), leaf(3)).sum().backward()  # silently wrong, as with torch
+    ours(_impure("list"), leaf(3)).sum().backward()  # silently wrong, as with torch
     actckpt.configure(audit="always")
     calls = itertools.count(1)
 
@@ -118,7 +237,7 @@ def test_configure_audits_each_call_or_none() -> None:
 
 
 def test_without_the_check_of_determinism_nothing_is_compared() -> None:
-    ours(_impure(), leaf(3), determinism_check="none").sum().backward()
+    ours(_impure("list"), leaf(3), determinism_check="none").sum().backward()
 
 
 def test_a_difference_by_rounding_warns_once() -> None:
@@ -228,7 +347,7 @@ def test_hooks_that_round_the_inputs_are_no_difference() -> None:
 
 
 def test_a_second_backward_and_part_of_a_graph_are_compared_too() -> None:
-    function = _impure()
+    function = _impure("list")
     y = ours(function, leaf(3))
     for _ in range(2):
         with pytest.raises(actckpt.RerunMismatchError):
