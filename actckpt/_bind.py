@@ -118,7 +118,7 @@ NAMES: dict[str, Any] = {
     "read_stored": aliases.read_stored,
     "check_watched": aliases.check_watched,
     "watched_type": aliases.Watched,
-    "replay_order": schedule.order,
+    "choose_replay": schedule.choose,
     "small_window_bytes": windows.SMALL_BYTES,
     "replay_specially": execute.replay_specially,
     "private_memory": execute.private_memory,

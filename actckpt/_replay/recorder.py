@@ -14,9 +14,10 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
          private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
          operator that is not torch's own is random if it moved a default generator.
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
-         nothing recorded has fully written (see `filling`), what compiled code returns, storages that cannot be read
-         (sparse, nested) and what is made from them or from inference tensors, since nobody tells when they change;
-         what is made below dispatch modes that may change it (NOTE [ Modes ]).
+         no recorded operator has written as a whole (buffers of `torch.empty` that are filled piece by piece), what
+         compiled code returns, storages that cannot be read (sparse, nested) and what is made from them or from
+         inference tensors, since nobody tells when they change; what is made below dispatch modes that may change it
+         (NOTE [ Modes ]).
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back or have an effect that
          torch was told of, and operators that are nondeterministic (on CUDA; on the CPU, most with several threads) are
          not executed again, or only in a form without the effect. Collectives that a policy names are: see
@@ -52,8 +53,7 @@ from actckpt import _C
 from actckpt._C import add_results, add_value, with_windows
 from actckpt._core import devices, random_state
 from actckpt._core.observing_mode import ObservingMode
-from actckpt._replay import collectives, filling, saved_tensor_hooks
-from actckpt._replay.coverage import Filling
+from actckpt._replay import collectives, saved_tensor_hooks
 from actckpt._replay.geometry import covers_all
 from actckpt._replay.lineage import Step, Value, Window, blank_of, is_unread, redirect
 from actckpt._replay.named_operators import Matches
@@ -65,6 +65,8 @@ __all__ = ["Recorder", "WatchingRecorder", "record_special"]
 
 #: Of what stands for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
+#: Why what an empty factory returned is opaque, until one operator has written all of it.
+_UNINITIALISED = "uninitialised memory"
 
 
 class Recorder(ObservingMode):
@@ -110,8 +112,7 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         step.inputs = _values_in(step.args)
     generators = _begin_random(tape, step, args, kwargs)
     early = _saved_too_early(tape, operator, args)
-    filled = filling.start_write(tape, step, written, why_opaque) if tape.filling else None
-    old = [_begin_write(tape, step, tensor, filled) for tensor in written]
+    old = [_begin_write(tape, step, tensor) for tensor in written]
     for tensor in hidden:
         _begin_write(tape, None, tensor)
 
@@ -122,13 +123,15 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
     if generators is not None and not _has_moved(generators):
         step.random = None
     action = choice.after_call(operator.func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
-    _end_writes(tape, step, filled, list(zip(written, old, strict=True)), action, why_opaque)
+    for tensor, value in zip(written, old, strict=True):
+        _end_write(tape, step, tensor, value, action, why_opaque)
     for tensor in hidden:
         _end_write(tape, None, tensor, None, None, "written by an operator with effects")
     if early is not None:
         saved_tensor_hooks.point_at(tape, early, args[operator.saved_before_written])
     add_results(tape, step, result, action, why_opaque)
-    _note_result(tape, operator, result, has_written=bool(written))
+    if operator.is_repeatable:
+        collectives.note(tape, operator, result)
     return result
 
 
@@ -142,14 +145,6 @@ def _called(
         for tensor in overwritten:
             _end_write(tape, None, tensor, None, None, "an operator that writes to it failed")
         raise
-
-
-def _note_result(tape: Tape, operator: Operator, result: Any, *, has_written: bool) -> None:
-    """Take down what must be known of some operators besides their values."""
-    if operator.is_repeatable:
-        collectives.note(tape, operator, result)
-    if operator.is_uninitialised and not has_written:
-        filling.begin(tape, result)
 
 
 def _values_in(args: Any) -> list[Value]:
@@ -195,7 +190,7 @@ def _why_never(tape: Tape, operator: Operator, args: tuple[Any, ...], has_hidden
 def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
     """Return why what a call makes must not be replayed, or an empty text."""
     if operator.is_uninitialised:
-        return "uninitialised memory"
+        return _UNINITIALISED
     if operator.is_collective:
         return "a collective"
     if operator.reshapes_storage:
@@ -267,37 +262,20 @@ def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> A
     return value.take_last_handle() if value is not None else None
 
 
-def _begin_write(tape: Tape, step: Step | None, tensor: Tensor, filled: Filling | None = None) -> Value | None:
+def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
     """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
     value = tape.value_of(tensor)
     if value is None:
         return None
-    if step is not None and filled is not None:
-        value = filled.lineage
-        step.add_written(value)
-    elif step is not None and value not in step.written:
-        if step.operator.overwrites and covers_all(tensor, value.nbytes) and step.inputs.count(value) == 1:
-            old, value = value, blank_of(value, _OVERWRITTEN)
+    if step is not None and value not in step.written:
+        is_whole = covers_all(tensor, value.nbytes)
+        is_read = not step.operator.overwrites or not (is_whole or value.why_opaque == _UNINITIALISED)
+        if not is_read and step.inputs.count(value) == 1:
+            old, value = value, blank_of(value, _OVERWRITTEN if is_whole else _UNINITIALISED)
             redirect(step, old, value)
         step.add_written(value)
     tape.protect(tape.value_of(tensor))
     return value
-
-
-def _end_writes(
-    tape: Tape,
-    step: Step,
-    filled: Filling | None,
-    written: list[tuple[Tensor, Value | None]],
-    action: Action | None,
-    why_opaque: str,
-) -> None:
-    """Give what a step wrote to its new values; with each tensor comes what `_begin_write` returned for it."""
-    why_unfilled = filled.written(written[0][0]) if filled is not None else ""
-    for tensor, old in written:
-        _end_write(tape, step, tensor, old, action, why_opaque or why_unfilled)
-    if filled is not None and why_unfilled:
-        filling.continue_lineage(tape, step, filled, written[0][0])
 
 
 def _end_write(
@@ -324,6 +302,8 @@ def _end_write(
     was_resized = old is not None and old.why_opaque is _OVERWRITTEN and not covers_all(tensor, nbytes)
     if was_resized or nbytes != known.value.nbytes:
         why_opaque = why_opaque or "its storage was replaced or resized"
+    elif old is not None and old.why_opaque == _UNINITIALISED:
+        why_opaque = why_opaque or _UNINITIALISED
     place = step.written.index(old) if step is not None and old is not None else 0
     operator = None if step is None else step.operator
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)

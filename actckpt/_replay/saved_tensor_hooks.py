@@ -187,7 +187,6 @@ def _close(tape: Tape) -> None:
     casts.note(tape)
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
-    tape.filling = None
     if tape.candidates:
         _decide_candidates(tape)
     casts.replay_from_parameters(tape)

@@ -21,8 +21,7 @@ from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
-from actckpt._replay.coverage import Filling
-from actckpt._replay.lineage import KnownStorage, TapeCore, Value, Window, is_unread, mark_needed, new_leaf_bytes
+from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread, mark_needed, new_leaf_bytes
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
@@ -45,8 +44,6 @@ class Tape(TapeCore):
     hands_kept_out = True
     #: The pack hook, by which a region inside recognises this one.
     pack_hook: Any = None
-    #: See NOTE [ Filling ]; a window: where what a factory returned lies, of which nothing was written.
-    filling: dict[Value, Filling | Window] | None = None
     roots: aliases.Roots | None = None  # see `aliases`
     #: How many other tapes are open around it.
     nesting = 0

@@ -166,7 +166,7 @@ namespace actckpt {
   X(read_stored)         /* (stored, window or None) -> a tensor on the bytes */ \
   X(check_watched)       /* (stored, window or None): raises where it is no more what it was */ \
   X(watched_type)        /* of what is stored and watched */ \
-  X(replay_order)        /* (tape, target, task, clock) -> steps, values that stay */ \
+  X(choose_replay)       /* (tape, graph, order, all_stay, task, clock) -> order, values that stay */ \
   X(small_window_bytes)  /* so many bytes of a replay stay whatever the window */ \
   X(replay_specially)    /* (step, args, kwargs or None) -> result */ \
   X(private_memory)      /* (value, tensor or None) -> memory for a step to write to */ \

@@ -118,17 +118,6 @@ PyObject* value_take_last_handle(PyObject* self, PyObject*) {
   return Py_NewRef(reinterpret_cast<PyObject*>(handle));
 }
 
-// value.num_readers(task): how often values that must be replayed in a backward read it.
-PyObject* value_num_readers(PyObject* self, PyObject* task) {
-  const auto* value = reinterpret_cast<ValueObject*>(self);
-  return PyLong_FromLongLong(value->counted_task == PyLong_AsLongLong(task) ? value->num_readers : 0);
-}
-
-PyObject* value_is_reading(PyObject* self, PyObject* task) {
-  const auto* value = reinterpret_cast<ValueObject*>(self);
-  return PyBool_FromLong(value->counted_task == PyLong_AsLongLong(task) && value->is_reading != 0);
-}
-
 PyObject* step_outputs(PyObject* self, void*) {
   PyObject* outputs = reinterpret_cast<StepObject*>(self)->outputs;
   return outputs == nullptr ? PyTuple_New(0) : Py_NewRef(outputs);
@@ -195,7 +184,6 @@ PyMemberDef value_members[] = {
     NUMBER(ValueObject, "num_reads", num_reads),
     NUMBER(ValueObject, "version", version),
     NUMBER(ValueObject, "key", key),
-    NUMBER(ValueObject, "last_use", last_use),
     {"was_saved", T_BOOL, offsetof(ValueObject, was_saved), READONLY, nullptr},
     FLAG(ValueObject, "is_repeated", is_repeated),
     FLAG(ValueObject, "needs_collective", needs_collective),
@@ -224,8 +212,6 @@ PyGetSetDef window_getters[] = {{"shape", window_shape, nullptr, nullptr, nullpt
 PyMethodDef value_methods[] = {{"add_handle", value_add_handle, METH_O, nullptr},
                                {"take_last_handle", value_take_last_handle, METH_NOARGS, nullptr},
                                {"is_wanted", value_is_wanted, METH_NOARGS, nullptr},
-                               {"num_readers", value_num_readers, METH_O, nullptr},
-                               {"is_reading", value_is_reading, METH_O, nullptr},
                                {"windows", value_windows, METH_NOARGS, nullptr},
                                {"is_available", value_is_available, METH_NOARGS, nullptr},
                                {nullptr, nullptr, 0, nullptr}};

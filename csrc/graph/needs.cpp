@@ -246,8 +246,6 @@ void release_needs(ValueObject* value, long long task) noexcept {
 }
 
 void add_needs_functions(py::module_& module) {
-  module.def("is_pending", [](const py::handle& value, long long task) { return is_pending(as_value(value), task); });
-  module.def("is_asked", [](const py::handle& value, long long task) { return is_asked(as_value(value), task); });
   module.def("cache", [](const py::handle& tape, const py::handle& value, const py::handle& tensor, long long task) {
     cache(tape.ptr(), as_value(value), tensor.ptr(), task);
   });

@@ -349,7 +349,6 @@ void add_execute_functions(py::module_& module) {
   });
   module.def("has_room", [](const py::handle& tape) { return has_room(as_tape(tape)); });
   module.def("num_replayed", [] { return num_replayed; });
-  module.attr("FEW_VALUES") = kFewValues;
 }
 
 }  // namespace actckpt::replay

@@ -1,5 +1,7 @@
 #include "replay/order.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
@@ -89,63 +91,107 @@ Values asked_again(const std::vector<py::object>& steps, const std::vector<Value
   return again;
 }
 
-// Whether so many bytes of what is asked for again may stay without a look at the window.
+// Whether all that is asked for again may stay: else a window bounds it (NOTE [ Windows ]).
 bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Values& again) {
-  if (tape->window_bytes >= 0) return false;
+  if (tape->has_windows == 0) return true;
   long long nbytes = 0, num_values = 0;
   for (const py::object& value : again) {
     if (as_value(value) == target) continue;
     nbytes += as_value(value)->nbytes;
     ++num_values;
   }
-  return tape->has_windows == 0 || nbytes <= PyLong_AsLongLong(names().small_window_bytes) || num_values < kFewValues;
+  if (tape->window_bytes >= 0) {
+    return nbytes == 0 || nbytes + (tape->cached == nullptr ? 0 : tape->cached->bytes) <= tape->window_bytes;
+  }
+  return nbytes <= PyLong_AsLongLong(names().small_window_bytes) || num_values < kFewValues;
 }
 
-// The steps as a graph, and the numbers of values in it, which are what `made` holds first.
-OrderGraph graph_of(const std::vector<py::object>& steps, const std::vector<Values>& made, const Values& retained,
-                    const ValueObject* target) {
+// The steps as a graph, and the values by their numbers in it: first what `made` holds.
+struct Numbered {
   OrderGraph graph;
+  std::vector<PyObject*> values;
   std::unordered_map<const PyObject*, int> numbers;
-  const auto number_of = [&](const PyObject* value, long long nbytes) {
-    const auto [at, is_new] = numbers.emplace(value, static_cast<int>(numbers.size()));
-    if (is_new) graph.nbytes.push_back(nbytes);
+
+  int number_of(PyObject* value, long long nbytes) {
+    const auto [at, is_new] = numbers.emplace(value, static_cast<int>(values.size()));
+    if (is_new) {
+      values.push_back(value);
+      graph.nbytes.push_back(nbytes);
+    }
     return at->second;
-  };
+  }
+};
+
+Numbered numbered(const std::vector<py::object>& steps, const std::vector<Values>& made, const Values& retained,
+                  ValueObject* target) {
+  Numbered found;
   for (const Values& values : made) {
-    std::vector<int>& makes = graph.makes.emplace_back();
-    for (const py::object& value : values) makes.push_back(number_of(value.ptr(), as_value(value)->nbytes));
+    std::vector<int>& makes = found.graph.makes.emplace_back();
+    for (const py::object& value : values) makes.push_back(found.number_of(value.ptr(), as_value(value)->nbytes));
   }
   for (const py::object& step : steps) {
-    std::vector<int>& reads = graph.reads.emplace_back();
+    std::vector<int>& reads = found.graph.reads.emplace_back();
     PyObject* inputs = as_step(step)->inputs;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
-      const int value = number_of(PyList_GET_ITEM(inputs, i), 0);
+      const int value = found.number_of(PyList_GET_ITEM(inputs, i), 0);
       if (std::find(reads.begin(), reads.end(), value) == reads.end()) reads.push_back(value);
     }
   }
-  graph.is_retained.assign(graph.nbytes.size(), 0);
-  for (const py::object& value : retained) graph.is_retained[number_of(value.ptr(), 0)] = 1;
-  graph.target = number_of(reinterpret_cast<const PyObject*>(target), 0);
-  return graph;
+  found.graph.is_retained.assign(found.values.size(), 0);
+  for (const py::object& value : retained) found.graph.is_retained[found.number_of(value.ptr(), 0)] = 1;
+  found.graph.target = found.number_of(as_object(target), 0);
+  return found;
 }
 
-// Brings the steps into the order of NOTE [ Order ].
-void sort_steps(Plan* plan, const std::vector<Values>& made, const ValueObject* target) {
-  std::vector<py::object> steps;
-  for (const int step : default_order(graph_of(plan->steps, made, plan->retained, target))) {
-    steps.push_back(std::move(plan->steps[static_cast<std::size_t>(step)]));
+std::vector<py::object> in_order(const std::vector<py::object>& steps, const std::vector<int>& order) {
+  std::vector<py::object> sorted;
+  for (const int step : order) sorted.push_back(steps.at(static_cast<std::size_t>(step)));
+  return sorted;
+}
+
+// The fields of a `ReplayGraph`.
+py::tuple fields_of(const Numbered& found, const std::vector<py::object>& steps, const std::vector<Values>& made,
+                    long long task) {
+  py::list operators;
+  for (const py::object& step : steps) operators.append(attribute(as_step(step)->operator_, names().name));
+  std::vector<long long> ordinals;
+  std::vector<int> retained, again;
+  for (const Values& values : made) {
+    ordinals.push_back(as_value(values.back())->ordinal);
+    for (const py::object& value : values) {
+      const int number = found.numbers.at(value.ptr());
+      if (is_asked(as_value(value), task)) again.push_back(number);
+      if (found.graph.is_retained[number] != 0) retained.push_back(number);
+    }
   }
-  plan->steps = std::move(steps);
+  py::dict until;
+  for (const int number : retained) {
+    const long long last_use = reinterpret_cast<ValueObject*>(found.values[number])->last_use;
+    until[py::int_(number)] = std::lower_bound(ordinals.begin(), ordinals.end(), last_use) - ordinals.begin();
+  }
+  return py::make_tuple(operators, found.graph.reads, found.graph.makes, found.graph.nbytes, found.graph.target,
+                        retained, again, until);
 }
 
-Plan chosen_in_python(TapeObject* tape, ValueObject* target, long long task, long long clock) {
-  const py::object answer = call_with(names().replay_order, reinterpret_cast<PyObject*>(tape),
-                                      reinterpret_cast<PyObject*>(target), number(task).ptr(), number(clock).ptr());
-  Plan plan;
-  const auto both = answer.cast<py::tuple>();
-  for (const py::handle step : both[0]) plan.steps.push_back(py::reinterpret_borrow<py::object>(step));
-  for (const py::handle value : both[1]) plan.retained.push_back(py::reinterpret_borrow<py::object>(value));
-  return plan;
+// The order of NOTE [ Order ], or that of `configure(replay_order=...)`, and what stays of what it makes.
+void choose(Plan* plan, TapeObject* tape, const std::vector<Values>& made, ValueObject* target, long long task,
+            long long clock) {
+  const bool all_stay = all_may_stay(tape, target, plan->retained);
+  const bool is_plugged = !is_none(tape->replay_order);
+  if (all_stay && !is_plugged && is_line(plan->steps, made)) return;
+  const Numbered found = numbered(plan->steps, made, plan->retained, target);
+  std::vector<int> order = is_plugged ? std::vector<int>() : default_order(found.graph);
+  if (is_plugged || !all_stay) {
+    const auto answer = py::reinterpret_borrow<py::function>(names().choose_replay)(
+        py::handle(reinterpret_cast<PyObject*>(tape)), fields_of(found, plan->steps, made, task), order, all_stay, task,
+        clock);
+    order = answer.cast<py::tuple>()[0].cast<std::vector<int>>();
+    plan->retained.clear();
+    for (const py::handle number : answer.cast<py::tuple>()[1]) {
+      plan->retained.push_back(py::reinterpret_borrow<py::object>(found.values.at(number.cast<std::size_t>())));
+    }
+  }
+  plan->steps = in_order(plan->steps, order);
 }
 
 }  // namespace
@@ -161,14 +207,9 @@ Plan plan_of(TapeObject* tape, ValueObject* target, long long task, long long cl
     }
     return plan;
   }
-  if (is_none(tape->replay_order)) {
-    plan.retained = asked_again(plan.steps, made, task);
-    if (all_may_stay(tape, target, plan.retained)) {
-      if (!is_line(plan.steps, made)) sort_steps(&plan, made, target);
-      return plan;
-    }
-  }
-  return chosen_in_python(tape, target, task, clock);
+  plan.retained = asked_again(plan.steps, made, task);
+  choose(&plan, tape, made, target, task, clock);
+  return plan;
 }
 
 }  // namespace actckpt::replay

@@ -7,7 +7,7 @@
 
 namespace actckpt::replay {
 
-// Fewer values than these stay too: the window cannot be so many times smaller (`windows.LEAST_GAIN`), as they
+// Fewer values than these stay in any case: the window cannot be so many times smaller (`windows.LEAST_GAIN`), as they
 // are of about one size, and without it none of them would stay.
 constexpr long long kFewValues = 4;
 
@@ -17,8 +17,8 @@ struct Plan {
   std::vector<py::object> retained;
 };
 
-// The steps that lead to `target`, in the order of depth_first.h. Where not all that is asked for again may stay, or
-// `configure(replay_order=...)` names another order, actckpt/_replay/schedule.py chooses.
+// The steps that lead to `target`, in the order of depth_first.h or of `configure(replay_order=...)`. Where not all
+// that is asked for again may stay, actckpt/_replay/schedule.py says what does.
 //
 // `clock`: when the saved tensor that asks for it was saved, 0: not known.
 Plan plan_of(TapeObject* tape, ValueObject* target, long long task, long long clock);

@@ -84,7 +84,7 @@ def test_plain_operators_in_a_row_are_replayed_without_python(request: pytest.Fi
     def fail(*args: object) -> Any:
         raise AssertionError(args)
 
-    _C.connect(_bind.NAMES | {"replay_order": fail, "replay_specially": fail, "private_memory": fail})
+    _C.connect(_bind.NAMES | {"choose_replay": fail, "replay_specially": fail, "private_memory": fail})
     request.addfinalizer(lambda: _C.connect(_bind.NAMES))
     gradients: list[Tensor] = []
     assert _num_replayed(lambda: gradients.extend(torch.autograd.grad(loss, x))) >= 16
