@@ -51,7 +51,7 @@ class Stats:
     kept_full: int
     #: Tensors that stayed because a copy or a call of the device failed.
     kept_failed: int
-    #: Tensors that should be moved only where nobody waits (`PREFER_CPU_OFFLOAD`), and stayed because the copies
+    #: Tensors of `PREFER_OFFLOAD` (torch: `PREFER_CPU_OFFLOAD`) that stayed because the copies
     #: before them were not done.
     kept_busy: int
     #: Tensors that stayed because their stream was being captured into a CUDA graph.

@@ -31,7 +31,6 @@ from torch import Tensor
 from actckpt._core import devices, torch_private
 from actckpt._core.functions import contents_of
 from actckpt._core.sites import module_name, warn_user
-from actckpt._offload.demotion import Steps
 from actckpt._replay.checksums import checksum
 from actckpt._replay.named_operators import Matches
 from actckpt.errors import AuditError
@@ -66,7 +65,6 @@ class Site:
             "modules",
             "num_calls",
             "opaque",
-            "steps",
         ),
         *("_first", "is_reported", "structures", "where"),
     )
@@ -86,8 +84,6 @@ class Site:
         #: Module whose forward ran last in a structure.
         self.modules: dict[int, str | None] = {}
         self.num_calls = 0
-        #: What `PREFER_OFFLOAD` moves here.
-        self.steps = Steps()
         #: Whether hooks around the region give back other bytes than they were handed.
         self.has_other_hooks = False
         #: Whether it was said that replay does not help here.

@@ -83,7 +83,6 @@ class DeviceTicketHandle {
   ~DeviceTicketHandle() { drop(); }
 
   std::uint64_t nbytes() const { return ticket_->bytes; }
-  TimingPtr timing() const { return ticket_->timing; }
   const char* tier() const;
   std::pair<int, std::uintptr_t> put_stream() const { return {ticket_->put_stream.device, ticket_->put_stream.handle}; }
   bool use(int device, std::uintptr_t stream);

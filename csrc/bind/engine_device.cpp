@@ -110,13 +110,6 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
   return handle;
 }
 
-void bind_timing(py::module_& module) {
-  py::class_<Timing, TimingPtr>(module, "Timing")
-      .def_property_readonly("stall_seconds", &Timing::stall_seconds)
-      .def_property_readonly("is_late", &Timing::is_late)
-      .def_property_readonly("is_settled", &Timing::is_settled);
-}
-
 void bind_kept(py::module_& module) {
   py::enum_<PutOutcome>(module, "Kept")
       .value("CAPTURING", PutOutcome::kKeptCapturing)
@@ -168,7 +161,6 @@ void bind_device_stats(py::module_& module) {
 
 void bind_device(py::module_& module) {
   bind_kept(module);
-  bind_timing(module);
   bind_device_stats(module);
   py::class_<DeviceTicketHandle>(module, "DeviceTicket")
       .def("use", &DeviceTicketHandle::use, py::arg("device"), py::arg("stream"))
@@ -178,7 +170,6 @@ void bind_device(py::module_& module) {
       .def("unload", &DeviceTicketHandle::unload)
       .def("drop", &DeviceTicketHandle::drop)
       .def_property_readonly("nbytes", &DeviceTicketHandle::nbytes)
-      .def_property_readonly("timing", &DeviceTicketHandle::timing)
       .def_property_readonly("tier", &DeviceTicketHandle::tier)
       .def_property_readonly("put_stream", &DeviceTicketHandle::put_stream);
 

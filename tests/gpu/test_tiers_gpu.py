@@ -181,11 +181,8 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
         assert ticket is not None
         settle()
         backend.fetch(ticket, 256 * MIB, device)  # nothing to hide the copy behind
-        timing = ticket.timing
         settle()
-        assert timing.is_settled and timing.is_late
-        assert 256 * MIB / 500e9 < timing.stall_seconds < 1
-        assert engine.stats().stall_seconds > timing.stall_seconds - 1e-8 and engine.stats().num_late >= 1
+        assert 256 * MIB / 500e9 < engine.stats().stall_seconds < 1 and engine.stats().num_late >= 1
 
 
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
@@ -198,6 +195,7 @@ def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
         assert backend.prefetch(ticket, 8 * MIB, device)
         torch.cuda._sleep(1_000_000_000)
         torch.cuda.synchronize()
+        num_late = engine.stats().num_late
         backend.fetch(ticket, 8 * MIB, device)
         settle()
-        assert engine.stats().num_prefetched == 1 and not ticket.timing.is_late
+        assert engine.stats().num_prefetched == 1 and engine.stats().num_late == num_late

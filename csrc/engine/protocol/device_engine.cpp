@@ -77,7 +77,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
     return {outcome, nullptr, true};  // some pieces are on their way already
   }
   launch(ticket);
-  shrink_window(stream, ticket->timing, releases);
+  shrink_window(stream, releases);
   return {PutOutcome::kTaken, ticket, true};
 }
 
@@ -165,7 +165,6 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
     const double seconds = watch.seconds();
     stats_.host_wait_seconds += seconds;
     stats_.stall_seconds += seconds;
-    ticket->timing->add_stall(seconds);
   }
   return true;
 }
@@ -239,7 +238,7 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
   stats_.num_prefetched += landing->is_prefetch && landing->waited.empty() ? 1 : 0;
   if (waits) {  // line 9
     try {
-      waits_.wait(backend_.get(), stream, landing->h2d, ticket->timing);
+      waits_.wait(backend_.get(), stream, landing->h2d);
     } catch (const DeviceError& error) {
       fail("get", error);
       throw;
@@ -270,7 +269,6 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   const double seconds = watch.seconds();
   stats_.stall_seconds += seconds;
   stats_.num_late += seconds >= kLateSeconds ? 1 : 0;
-  ticket->timing->add_stall(seconds);
 }
 
 bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep,

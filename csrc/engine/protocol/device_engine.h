@@ -69,7 +69,6 @@ struct DeviceTicket {
   EventPtr last[kNumSides];  // the slot's last event on each side stream
   std::shared_ptr<Flight> flight;
   LandingPtr landing;
-  TimingPtr timing = std::make_shared<Timing>();
   bool dropped = false;
 };
 using DeviceTicketPtr = std::shared_ptr<DeviceTicket>;
@@ -230,7 +229,7 @@ class DeviceEngine {
   void write_out(DeviceTicket* ticket, std::uintptr_t src, const Fences& fences);
   bool lags(int device, std::uint64_t bytes);
   void launch(const DeviceTicketPtr& ticket);
-  void shrink_window(Stream stream, const TimingPtr& timing, Releases* releases);
+  void shrink_window(Stream stream, Releases* releases);
   void shrink_graves(Fly* fly, Releases* releases);
   void begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side);
   Got get_landing(DeviceTicket* ticket, Stream stream, Releases* releases);

@@ -133,8 +133,7 @@ def test_a_get_before_the_workers_are_done_waits_and_is_counted() -> None:
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)  # waits in the engine until workers filled two buffers
-    assert ticket.timing.stall_seconds > 0
-    assert rig.engine.stats().stall_seconds == pytest.approx(ticket.timing.stall_seconds, abs=2e-9)  # it counts ns
+    assert rig.engine.stats().stall_seconds > 0
     assert rig.engine.stats().num_prefetched == 0
 
 
@@ -147,7 +146,6 @@ def test_a_prefetch_in_time_is_no_stall() -> None:
     assert ticket.get(0, DEFAULT) == (buffer, False)
     rig.settle()
     assert rig.engine.stats().num_prefetched == 1
-    assert ticket.timing.is_settled
 
 
 def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
@@ -156,7 +154,7 @@ def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
     ticket = rig.put(Tensor(5))
     figures = rig.engine.stats()
     assert (figures.num_host_waits, figures.num_kept_busy, figures.pageable_bytes) == (1, 1, 5 * PAGE)
-    assert figures.host_wait_seconds > 0 and ticket.timing.stall_seconds > 0
+    assert 0 < figures.host_wait_seconds <= figures.stall_seconds
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)
@@ -290,14 +288,12 @@ def test_stream_waits_are_measured_once_they_have_passed() -> None:
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)  # the stream waits for a copy that has not run
-    assert not ticket.timing.is_settled and ticket.timing.stall_seconds == 0
-    timing = ticket.timing
+    assert rig.engine.stats().stall_seconds == 0
     ticket.drop()
     del ticket
     rig.settle()
-    assert timing.is_settled and timing.is_late and timing.stall_seconds >= 1e-3  # the mock's unit
     assert rig.engine.stats().num_late == 1
-    assert rig.engine.stats().stall_seconds == pytest.approx(timing.stall_seconds, abs=2e-9)
+    assert rig.engine.stats().stall_seconds >= 1e-3  # the mock's unit
 
 
 def test_the_graveyard_counts_toward_the_window() -> None:
