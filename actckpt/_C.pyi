@@ -669,15 +669,11 @@ class DeviceStats:
     @property
     def num_kept_failed(self) -> int: ...
     @property
-    def num_pageable_puts(self) -> int: ...
-    @property
     def num_disk_puts(self) -> int: ...
-    @property
-    def pageable_bytes(self) -> int: ...
     @property
     def disk_bytes(self) -> int: ...
     @property
-    def peak_tier_bytes(self) -> int: ...
+    def peak_disk_bytes(self) -> int: ...
     @property
     def bounce_bytes(self) -> int: ...
     @property
@@ -726,7 +722,6 @@ class DeviceEngine:
         window_bytes: int | None,
         release: Callable[[object, list[tuple[int, int]]], None],
         library: str = "",
-        pageable_limit: int = 0,
         spill_file: SpillFile | None = None,
         bounce_bytes: int = 0,
         buffer_bytes: int = ...,
@@ -734,15 +729,7 @@ class DeviceEngine:
         driver: object | None = None,
     ) -> DeviceEngine: ...
     def put(
-        self,
-        ptr: int,
-        nbytes: int,
-        device: int,
-        stream: int,
-        keep: object,
-        *,
-        must: bool = True,
-        may_use_disk: bool = True,
+        self, ptr: int, nbytes: int, device: int, stream: int, keep: object, *, must: bool = True
     ) -> DeviceTicket | Kept: ...
     def poll(self) -> None: ...
     def make_room(self, device: int, stream: int) -> None: ...

@@ -135,7 +135,7 @@ void DeviceEngine::bury(DeviceTicket* ticket, Releases* releases) {
   --stats_.num_live;
   window_.remove(ticket->bytes);
   if (!ticket->pieces.empty()) {
-    stats_.tier_bytes[ticket->tier] -= ticket->bytes;
+    stats_.tier_bytes -= ticket->bytes;
   }
   bury_landing(ticket, releases);
   if (ticket->flight != nullptr && !config_.rules.source_outlives_dropped_ticket) {
