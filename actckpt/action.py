@@ -24,8 +24,8 @@ class Action(enum.Enum):
         KEEP: its bytes stay.
         RECOMPUTE: its bytes are dropped; backward computes them again. What cannot be replayed is kept.
         OFFLOAD: its bytes go to a store, if need be after a wait; backward brings them back.
-        PREFER_OFFLOAD: the same where nobody waits for it: bytes that made an earlier step wait, or for which no store
-            has room without waiting, stay. What torch calls `PREFER_CPU_OFFLOAD`.
+        PREFER_OFFLOAD: the same where the store has room at once; else the bytes stay. What torch calls
+            `PREFER_CPU_OFFLOAD`.
     """
 
     KEEP = "keep"

@@ -31,9 +31,6 @@ class Settings:
     #: Most bytes of pinned host memory. None: half of what the machine, its cgroup and the ranks of
     #: this node leave.
     host_limit: int | None = None
-    #: Most bytes of other host memory, for device tensors that pinned memory has no room for. None: up to
-    #: three quarters of what is left, together with `host_limit`.
-    pageable_limit: int | None = None
     #: Most bytes in the spill file. None: what the file system has.
     disk_limit: int | None = None
     #: Folder of the spill file. None: that of `tempfile`, and device tensors never go to disk.
@@ -75,7 +72,6 @@ class SettingsKeywords(TypedDict, total=False):
     """What `configure` takes for each of the `Settings`."""
 
     host_limit: int | str | None
-    pageable_limit: int | str | None
     disk_limit: int | str | None
     spill_dir: str | bytes | os.PathLike[str] | None
     max_inflight: int | str
@@ -104,7 +100,6 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     Args:
         host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB
             GPU tensors stay where they are.
-        pageable_limit: most bytes of other host memory, used once pinned memory is full; None: automatic.
         disk_limit: most bytes in the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
         max_inflight: most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: the root of
@@ -139,7 +134,7 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
     if unknown:
         near = did_you_mean(unknown, sorted(known))
         raise ValueError(f"configure: unknown setting {', '.join(unknown)}.{near} Known: {', '.join(sorted(known))}.")
-    for name in ("host_limit", "pageable_limit", "disk_limit", "max_inflight"):
+    for name in ("host_limit", "disk_limit", "max_inflight"):
         if name in changes:
             changes[name] = _checked_size(name, changes[name])
     if changes.get("spill_dir") is not None:

@@ -57,10 +57,7 @@ def _device(measure: bool) -> Iterator[Finding]:
     library = accelerator.driver_library
     yield "offload of GPU tensors", f"on: pinned host memory, copies on side streams; driver: {library}"
     yield "pinned memory limit", f"{_size(host)} ({source})"
-    pageable = settings.pageable_limit
-    below = f"{_size(limits.default_pageable_limit(host) if pageable is None else pageable)} of pageable memory"
-    disk = f"then {settings.spill_dir}" if settings.spill_dir is not None else "never disk: spill_dir is not set"
-    yield "beyond it", f"{below}, {disk}"
+    yield "beyond it", settings.spill_dir or "tensors stay on the GPU: spill_dir is not set"
     if measure:
         out, back = (_rate(_time_copy(found[0], to_host=to_host)) for to_host in (True, False))
         yield "link", f"device to host {out}, host to device {back}"

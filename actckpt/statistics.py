@@ -31,9 +31,8 @@ class Stats:
     #: Bytes held by all stores now, and at most so far (not reset).
     store_bytes: int
     peak_store_bytes: int
-    #: Pinned host memory, other host memory with GPU tensors in it, and spill file now.
+    #: Pinned host memory and spill file now.
     host_bytes: int
-    pageable_bytes: int
     disk_bytes: int
     #: Bytes on their way to a store now, and at most so far (not reset).
     inflight_bytes: int
@@ -51,7 +50,7 @@ class Stats:
     kept_full: int
     #: Tensors that stayed because a copy or a call of the device failed.
     kept_failed: int
-    #: Tensors that should be moved only where nobody waits (`PREFER_CPU_OFFLOAD`), and stayed because the copies
+    #: Tensors of `PREFER_OFFLOAD` (torch: `PREFER_CPU_OFFLOAD`) that stayed because the copies
     #: before them were not done.
     kept_busy: int
     #: Tensors that stayed because their stream was being captured into a CUDA graph.
@@ -118,7 +117,7 @@ _OF_STORES = (
 
 
 _HELD = (
-    *("store_bytes", "peak_store_bytes", "host_bytes", "pageable_bytes", "disk_bytes"),
+    *("store_bytes", "peak_store_bytes", "host_bytes", "disk_bytes"),
     *("inflight_bytes", "peak_inflight_bytes"),
 )
 
@@ -187,10 +186,9 @@ def _held_bytes() -> dict[str, int]:
         held["peak_inflight_bytes"] += found.peak_inflight_bytes
         if isinstance(found, _C.DeviceStats):
             held["disk_bytes"] += found.disk_bytes
-            held["pageable_bytes"] += found.pageable_bytes
             held["host_bytes"] += found.bounce_bytes
-            held["store_bytes"] += found.disk_bytes + found.pageable_bytes
-            held["peak_store_bytes"] += found.peak_tier_bytes
+            held["store_bytes"] += found.disk_bytes
+            held["peak_store_bytes"] += found.peak_disk_bytes
         else:
             held["disk_bytes"] += found.stored_bytes
             held["store_bytes"] += found.stored_bytes

@@ -3,9 +3,9 @@
     python benchmarks/gpu_offload.py --layers 8 --tokens 8192
 
 Measures a loop of pinned copies beside ours from 1 to 512 MiB, each way and both at once; training steps of a
-Llama-8B-shaped stack: plain, offload (and over pageable memory), torch's save_on_cpu(pin_memory=True), checkpoints of
+Llama-8B-shaped stack: plain, offload, torch's save_on_cpu(pin_memory=True), checkpoints of
 torch and ours, ours with offloaded inputs, what keeps matmuls or attention, and half of the activations; then our
-copies over pageable memory and disk. The hidden share is 1 - (step - step plain) / copy time, from the device's events;
+copies over disk. The hidden share is 1 - (step - step plain) / copy time, from the device's events;
 the stalls are what the engine measured itself. The bounds of peaks are those of DESIGN, "The offload engine".
 --rehearse runs the same at toy size on the simulated accelerator of the tests, where only copies take time.
 What matters most comes first. What fails is written down as such, and the rest goes on; what --minutes leave no time
@@ -152,7 +152,6 @@ def _only(tier: str, folder: str) -> Iterator[_C.DeviceEngine]:
         limit_bytes=_scale.limit_bytes if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
         release=partial(record_streams, _ACCELERATOR),
-        pageable_limit=_scale.limit_bytes if tier == "pageable" else 0,
         spill_file=_C.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,
         num_workers=8,
@@ -238,8 +237,7 @@ class _KeepInput(torch.autograd.Function):
 
 def _train(layers: int, tokens: int, method: str, steps: int, folder: str) -> dict[str, Any]:
     # An engine for each: host memory of one method must be gone before the next one pins its own.
-    tier = "pageable" if method == "offload, pageable" else "pinned"
-    with _only(tier, folder) if "offload" in method else nullcontext():
+    with _only("pinned", folder) if "offload" in method else nullcontext():
         return _train_steps(layers, tokens, method, steps)
 
 
@@ -249,7 +247,6 @@ def _offload() -> AbstractContextManager[Any]:
 
 _CONTEXTS: dict[str, Context] = {
     "offload": _offload,
-    "offload, pageable": _offload,
     "save_on_cpu": lambda: save_on_cpu(pin_memory=True),
 }
 
@@ -280,7 +277,7 @@ _APPLIED: dict[str, Callable[[torch.nn.Sequential], object]] = {
     "half of the activations": _half,
 }
 
-_METHODS = ("plain", "offload", "offload, pageable", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs")
+_METHODS = ("plain", "offload", "save_on_cpu", "checkpoint", "checkpoint, offloaded inputs")
 #: Where there is more time.
 _MORE_METHODS = tuple(name for name in _APPLIED if name not in _METHODS)
 
@@ -428,9 +425,8 @@ def plan(layers: int, all_tokens: Sequence[int], steps: int, folder: str, figure
             measure = partial(_hidden, figures, training, method, base)
             yield Part(f"hidden copies, {tokens} tokens", method, measure)
             yield Part(f"bounds of peaks, {tokens} tokens", method, partial(_bound, figures, tokens, steps, method))
-    for tier in ("pageable", "disk"):
-        for mib in _scale.sizes_mib[::3]:
-            yield Part(f"copies, {tier}", f"{mib} MiB", partial(_copies, tier, folder, mib))
+    for mib in _scale.sizes_mib[::3]:
+        yield Part("copies, disk", f"{mib} MiB", partial(_copies, "disk", folder, mib))
 
 
 def use(accelerator: Accelerator, scale: Scale) -> None:
@@ -444,9 +440,7 @@ def _is_in(part: Part, sections: str | None) -> bool:
     if sections is None:
         return True
     is_training = part.section.startswith(("training", "hidden", "bounds"))
-    if sections == "tiers":
-        return part.section in ("copies, pageable", "copies, disk")
-    if sections == "copies, pinned":
+    if sections in ("copies, pinned", "copies, disk"):
         return part.section == sections
     is_typical = part.section == "copies, pinned" and part.name == f"{_scale.typical_mib} MiB"
     return is_typical or (is_training and (sections == "frontier" or part.name not in _MORE_METHODS))
@@ -478,7 +472,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
     parser.add_argument("--minutes", type=float, default=8, help="begins no part after that")
     parser.add_argument(
-        "--sections", choices=["copies, pinned", "frontier", "training", "tiers"], help="only these (default: all)"
+        "--sections",
+        choices=["copies, pinned", "frontier", "training", "copies, disk"],
+        help="only these (default: all)",
     )
     parser.add_argument("--spill-dir", help="folder of the spill file (default: TMPDIR)")
     parser.add_argument("--rehearse", action="store_true", help="at toy size on the simulated accelerator of the tests")

@@ -79,7 +79,7 @@ def _parts(rehearses: bool) -> Iterator[Part]:
         "{result}",
     ]
     yield Part("transformer_engine", te, 45)
-    yield offload("other_tiers", "tiers", 8192, 64, 20)
+    yield offload("disk", "copies, disk", 8192, 64, 20)
 
 
 def _budgets(rehearses: bool, seconds: float) -> Part:

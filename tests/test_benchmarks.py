@@ -94,7 +94,6 @@ def test_gpu_parts_come_in_the_order_of_their_value(gpu_offload: dict[str, Any])
         "training, 32768 tokens",
         "hidden copies, 32768 tokens",
         "bounds of peaks, 32768 tokens",
-        "copies, pageable",
         "copies, disk",
     ]
 
@@ -199,7 +198,7 @@ def test_the_gpu_suite_is_rehearsed_without_hardware(gpu_suite: dict[str, Any], 
     assert all(0 <= row["hidden_share"] <= 1 for row in figures["hidden copies, 64 tokens"].values())
     _check_budgets(found["budgets"]["result"]["figures"])
     assert "training, 128 tokens" in found["long_context"]["result"]["figures"]
-    assert set(found["other_tiers"]["result"]["figures"]) == {"copies, pageable", "copies, disk"}
+    assert set(found["disk"]["result"]["figures"]) == {"copies, disk"}
     assert "nothing measured" in found["transformer_engine"]["output"] and "skipped" in found["tests"]["output"]
 
 

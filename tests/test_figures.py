@@ -179,7 +179,6 @@ def test_bandwidths_of_a_gpu_are_those_of_the_results(size: str) -> None:
         ('`actckpt.apply(model, "attention")`', "keeps attention"),
         ('`actckpt.apply(model, activation_budget="50%")`', "half of the activations"),
         ("`actckpt.offload()`", "offload"),
-        ("`actckpt.offload()`, pageable memory alone", "offload, pageable"),
         ("`save_on_cpu(pin_memory=True)`", "save_on_cpu"),
     ],
 )

@@ -1,8 +1,8 @@
-"""The store of device tensors: host memory, and disk below it.
+"""The store of device tensors: pinned host memory, and disk below it.
 
-Copies go to pinned host memory on side streams; where that is full, on to pageable memory, and to disk if
-`configure(spill_dir=...)` named a folder; where nothing has room, the tensor stays. The rules of streams and events are
-in csrc/engine/protocol/README.md.
+Copies go to pinned host memory on side streams; where that is full, to disk if `configure(spill_dir=...)` named a
+folder; where nothing has room, the tensor stays. The rules of streams and events are in
+csrc/engine/protocol/README.md.
 """
 
 import functools
@@ -50,17 +50,13 @@ class DeviceStore:
         if accelerator is None or accelerator.driver_library is None:
             raise _C.DeviceError(f"offload: {no_backend(device_type)}")
         host = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
-        pageable = settings.pageable_limit
-        if pageable is None:
-            pageable = limits.default_pageable_limit(host)
         file = None if settings.spill_dir is None else spill_file(settings)
-        bounce, buffer = limits.bounce_sizes(host if pageable or file else 0)
+        bounce, buffer = limits.bounce_sizes(host if file else 0)
         engine = _C.DeviceEngine.cuda(
             library=accelerator.driver_library,
             limit_bytes=host - bounce,
             window_bytes=settings.window_bytes,
             release=functools.partial(record_streams, accelerator),
-            pageable_limit=pageable,
             spill_file=file,
             bounce_bytes=bounce,
             buffer_bytes=buffer,
@@ -96,17 +92,16 @@ class DeviceStore:
         if isinstance(ticket, _C.Kept):
             notices.tell_kept(self.engine, ticket, nbytes)
             return None
-        if ticket.tier != "pinned":
-            self._tell_below(ticket.tier)
+        if ticket.tier == "disk":
+            self._tell_of_disk()
         return ticket
 
-    def _tell_below(self, tier: str) -> None:
-        notices.tell_below_pinned(tier)
-        if tier == "disk":
-            found = self.engine.stats()
-            if found.num_failed_writes != self._num_failed:
-                self._num_failed = found.num_failed_writes
-                notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
+    def _tell_of_disk(self) -> None:
+        notices.tell_of_disk()
+        found = self.engine.stats()
+        if found.num_failed_writes != self._num_failed:
+            self._num_failed = found.num_failed_writes
+            notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
 
     @untraced
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:

@@ -21,16 +21,11 @@ def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = 
     return available_host_bytes(root, environ) // 2
 
 
-def default_pageable_limit(host_limit: int, root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
-    """Return what pageable memory may take beside `host_limit` pinned bytes: three quarters in all."""
-    return max(0, available_host_bytes(root, environ) * 3 // 4 - host_limit)
-
-
 def bounce_sizes(host_limit: int) -> tuple[int, int]:
     """Return how many pinned bytes are bounce buffers, half per direction, and the bytes of one buffer.
 
     A quarter of `host_limit`, at most 64 MiB; four buffers or more per direction, of at most 4 MiB. Zero where that
-    leaves no pages for buffers (below 32 KiB): then nothing passes to memory below pinned memory.
+    leaves no pages for buffers (below 32 KiB): then nothing passes to disk.
     """
     buffer = min(host_limit // 4 // 8, _MAX_BUFFER_BYTES) // _PAGE_BYTES * _PAGE_BYTES
     if buffer == 0:  # too little for four of a page each

@@ -6,9 +6,9 @@ import threading
 from actckpt import _C
 
 __all__ = [
-    "tell_below_pinned",
     "tell_kept",
     "tell_no_store",
+    "tell_of_disk",
     "tell_of_failed_writes",
     "tell_of_memory_folder",
     "tell_of_threads",
@@ -73,7 +73,7 @@ def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
         _warn_once(
             "full",
             "No store has room for %.1f MiB of a GPU tensor: it stays on the GPU. Pinned memory holds %.1f of at "
-            "most %.1f MiB. Raise configure(host_limit=...) or pageable_limit, or set spill_dir. Told once; "
+            "most %.1f MiB. Raise configure(host_limit=...), or set spill_dir. Told once; "
             "actckpt.stats().kept_full counts.",
             nbytes / 2**20,
             pool.stored_bytes / 2**20,
@@ -92,10 +92,9 @@ def tell_no_store(device_type: str, why: str) -> None:
     _warn_once(f"no store: {device_type}", "What prefers to be offloaded stays: %s", why)
 
 
-def tell_below_pinned(tier: str) -> None:
+def tell_of_disk() -> None:
     _warn_once(
-        tier,
-        "Pinned host memory is full: GPU tensors go to %s, which is slower. Raise configure(host_limit=...) to "
-        "avoid it. Told once; actckpt.stats() counts.",
-        "the spill file" if tier == "disk" else "pageable memory",
+        "disk",
+        "Pinned host memory is full: GPU tensors go to the spill file, which is slower. Raise "
+        "configure(host_limit=...) to avoid it. Told once; actckpt.stats() counts.",
     )

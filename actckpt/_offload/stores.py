@@ -5,8 +5,7 @@
 
 With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait where copies are behind: CPU tensors for the
 window, device tensors only for a bounce buffer below pinned memory; counted in `stats`. Without (`PREFER_CPU_OFFLOAD`)
-it never waits: the bytes stay. `ticket.timing` (`actckpt._offload.demotion.Timing`) tells afterwards how long the
-program waited for that ticket.
+it never waits: the bytes stay.
 """
 
 import threading
@@ -28,7 +27,7 @@ __all__ = [
 
 
 class Store(Protocol):
-    """A store that is a Python object. Its tickets have a method `unload` and a `timing`.
+    """A store that is a Python object. Its tickets have a method `unload`.
 
     Rules for stores: what `put` was given as `source` is held until its bytes are safe elsewhere, and must not refer to
     the ticket. Dropping the last reference to a ticket ends it: that never waits and may happen in the garbage

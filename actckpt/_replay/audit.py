@@ -32,7 +32,6 @@ from actckpt._core import devices, torch_private
 from actckpt._core.checksums import checksum
 from actckpt._core.functions import contents_of
 from actckpt._core.sites import module_name, warn_user
-from actckpt._offload.demotion import Steps
 from actckpt._replay.named_operators import Matches
 from actckpt.errors import AuditError
 
@@ -67,7 +66,6 @@ class Site:
             "num_calls",
             "num_reruns",
             "opaque",
-            "steps",
         ),
         *("_first", "is_reported", "structures", "where"),
     )
@@ -89,8 +87,6 @@ class Site:
         self.num_calls = 0
         #: Calls in regions that run their function again.
         self.num_reruns = 0
-        #: What `PREFER_OFFLOAD` moves here.
-        self.steps = Steps()
         #: Whether hooks around the region give back other bytes than they were handed.
         self.has_other_hooks = False
         #: Whether it was said that replay does not help here.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import EngineError, Moved, add_entry, look_at, unmoved, value_of
+from actckpt._C import EngineError, Moved, add_entry, look_at, value_of
 from actckpt._core import checksums, torch_private
 from actckpt._core.checksums import compact
 from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
-from actckpt._offload.demotion import RegionPlan
 from actckpt._offload.session import Session
 from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
@@ -57,8 +56,6 @@ class Tape(TapeCore):
     written_state: weakref.WeakSet[Value] | None = None
     #: Of `opaque_bytes`, those of compiled code.
     compiled_bytes = 0
-    #: What `PREFER_OFFLOAD` moves.
-    _plan: RegionPlan | None = None
 
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
         self.choice = choice
@@ -223,9 +220,7 @@ class Tape(TapeCore):
             why = self._prefer_offload(value, tensor)
             value.action = Action.KEEP if why else Action.OFFLOAD
             return why
-        session = self._session(must=True)
-        with Paused():  # to find out whether a module owns a storage takes longer than all else here
-            packed = (session.pack_made if value.is_made else session.pack)(whole(tensor))
+        packed = self._pack(value, tensor, must=True)
         self._store(value, packed.unpack)
         return "" if isinstance(packed, Moved) else "no store takes it or had room for it"
 
@@ -234,31 +229,18 @@ class Tape(TapeCore):
         if why := stores.why_none(device_type):
             notices.tell_no_store(device_type, why)
             return "no store takes tensors of its device"
-        if self._plan is None:
-            self._plan = self.site.steps.region()
-        plan = self._plan
-        place = value.key, value.index
-        session = self._session(must=False)
-        pack = session.pack_made if value.is_made else session.pack
-        if not plan.wants(place):
-            if self.outer is None:
-                with Paused():
-                    self._store(value, functools.partial(_read_kept, plan, session, unmoved(whole(tensor))))
-            return "an earlier step waited for it"
-        with Paused():
-            packed = pack(whole(tensor))
+        packed = self._pack(value, tensor, must=False)
         if not isinstance(packed, Moved):
             return "no store takes it or had room for it at once"
-        if packed.timing is not None:
-            plan.moved(place, packed.timing)
-        self._store(value, functools.partial(_read, plan, packed))
+        self._store(value, packed.unpack)
         return ""
 
-    def _session(self, *, must: bool) -> Session:
+    def _pack(self, value: Value, tensor: Tensor, *, must: bool) -> "_C.OffloadHandle":
         session = self._sessions.get(must)
         if session is None:
             session = self._sessions[must] = self._watched(Session("auto", min_bytes=0, must=must))
-        return session
+        with Paused():  # to find out whether a module owns a storage takes longer than all else here
+            return (session.pack_made if value.is_made else session.pack)(whole(tensor))
 
     def _watched(self, session: Session) -> Session:
         if self.meter is not None:
@@ -369,15 +351,3 @@ class Tape(TapeCore):
 
 def _expanded(packed: Moved, shape: torch.Size) -> Tensor:
     return packed.unpack().expand(shape)
-
-
-def _read(plan: RegionPlan, packed: Moved) -> Tensor:
-    plan.read()
-    return packed.unpack()
-
-
-def _read_kept(plan: RegionPlan, session: Session, kept: "_C.OffloadHandle") -> Tensor:
-    """Read what a plan keeps: what was moved before it is needed next (Rule 6 of NOTE [ Demotion ])."""
-    plan.read()
-    session.read_ahead()
-    return kept.unpack()

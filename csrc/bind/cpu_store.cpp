@@ -63,8 +63,6 @@ class CpuTicket final : public StoreTicket {
 
   void saved_again(PyObject*) override {}
 
-  py::object timing() const override { return py::cast(handle_.timing()); }
-
  private:
   py::object new_buffer() const { return allocate_bytes(static_cast<long long>(handle_.nbytes()), device_.ptr()); }
 
@@ -78,13 +76,11 @@ class CpuTicket final : public StoreTicket {
 TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
                     const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must) {
   Reference reference(keep);
-  double waited = 0.0;
   for (;;) {
     Released released;
     TicketPtr ticket = engine.try_put(source, nbytes, tier, reference.get(), &released);
     if (ticket != nullptr) {
       reference.commit();
-      ticket->timing->add_stall(waited);
       drop_references(released);
       return ticket;
     }
@@ -94,7 +90,7 @@ TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nby
       return nullptr;
     }
     const py::gil_scoped_release no_gil;
-    waited += engine.make_room(nbytes);
+    engine.make_room(nbytes);
   }
 }
 

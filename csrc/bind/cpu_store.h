@@ -32,7 +32,6 @@ class TicketHandle {
   ~TicketHandle() { drop(); }
 
   std::size_t nbytes() const { return ticket_->bytes; }
-  TimingPtr timing() const { return ticket_->timing; }
 
   // Keeps the GIL where the answer is known, else releases it and waits. None: `load` must bring the bytes back.
   py::object get();

@@ -21,12 +21,6 @@ class Finisher {
   Releases releases_;
 };
 
-PoolConfig pageable_config(const HandleSettings& settings) {
-  PoolConfig config;
-  config.limit_bytes = settings.pageable_limit_bytes;
-  return config;
-}
-
 DeviceConfig engine_config(const HandleSettings& settings) {
   DeviceConfig config;
   config.window_bytes = settings.window_bytes;
@@ -37,12 +31,10 @@ DeviceConfig engine_config(const HandleSettings& settings) {
   return config;
 }
 
-Below below(const HandleSettings& settings, const std::shared_ptr<Pool>& pageable,
-            const std::shared_ptr<Workers>& workers, SlabRegistrar* registrar) {
+Below below(const HandleSettings& settings, const std::shared_ptr<Workers>& workers, SlabRegistrar* registrar) {
   Below below;
-  below.tiers.push_back(std::make_shared<PageableTier>(pageable, workers));
   if (settings.file != nullptr) {
-    below.tiers.push_back(std::make_shared<DiskTier>(settings.file, workers));
+    below.tier = std::make_shared<DiskTier>(settings.file, workers);
   }
   below.registrar = registrar;
   below.wake = [workers = workers.get()] { workers->wake(); };
@@ -56,10 +48,9 @@ DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const Han
     : library_(settings.library),
       backend_(std::move(backend)),
       pool_(std::make_shared<Pool>(settings.pool, backend_.get())),
-      pageable_(std::make_shared<Pool>(pageable_config(settings))),
       workers_(Workers::make(settings.num_workers)),
       engine_(std::make_unique<DeviceEngine>(backend_, pool_, engine_config(settings),
-                                             below(settings, pageable_, workers_, backend_.get()), std::move(pause))),
+                                             below(settings, workers_, backend_.get()), std::move(pause))),
       release_(std::move(release)) {
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
@@ -75,7 +66,6 @@ DeviceHandle::~DeviceHandle() noexcept {
   finish(releases);
   const py::gil_scoped_release no_gil;
   engine_.reset();
-  pageable_.reset();
   pool_.reset();
 }
 
@@ -115,14 +105,13 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
 }
 
 py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
-                             const py::object& keep, bool must, bool may_use_disk) {
+                             const py::object& keep, bool must) {
   Reference reference(keep);
   Finisher released(this);
   Put put{PutOutcome::kKeptFailed, nullptr};
-  const PutOptions options{must, may_use_disk ? std::size_t{2} : std::size_t{1}};
   {
     const py::gil_scoped_release no_gil;
-    put = engine_->put(ptr, nbytes, {device, stream}, reference.get(), options, &released);
+    put = engine_->put(ptr, nbytes, {device, stream}, reference.get(), must, &released);
   }
   if (put.holds_keep) {
     reference.commit();
@@ -162,10 +151,7 @@ py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
   }
 }
 
-const char* DeviceTicketHandle::tier() const {
-  static constexpr const char* kNames[] = {"pageable", "disk"};
-  return !ticket_->is_below ? "pinned" : kNames[ticket_->tier];
-}
+const char* DeviceTicketHandle::tier() const { return ticket_->is_below ? "disk" : "pinned"; }
 
 bool DeviceTicketHandle::load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep,
                               bool urgent) {

@@ -20,7 +20,7 @@
 #include "bind/engine.h"
 #include "engine/cuda/cuda_backend.h"
 #include "engine/protocol/device_engine.h"
-#include "engine/tiers/tiers.h"
+#include "engine/tiers/disk_tier.h"
 
 namespace actckpt::python {
 
@@ -30,7 +30,6 @@ struct HandleSettings {
   std::string library;  // of the driver; empty: a driver was given in its place
   PoolConfig pool;
   std::uint64_t window_bytes = DeviceConfig().window_bytes;
-  std::uint64_t pageable_limit_bytes = 0;
   std::shared_ptr<SpillFile> file;  // null: no disk
   std::uint64_t bounce_bytes = 0;   // pinned for bounce buffers, beside the pool
   std::uint64_t buffer_bytes = SpillSettings().buffer_bytes;
@@ -46,10 +45,10 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
 
   // A DeviceTicket, or why the tensor stays. Releases the GIL: may pin memory, or wait (`must`).
   py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream, const py::object& keep,
-                 bool must, bool may_use_disk);
+                 bool must);
   void poll();
   void make_room(int device, std::uintptr_t stream);
-  std::uint64_t trim() { return pool_->trim() + pageable_->trim(); }
+  std::uint64_t trim() { return pool_->trim(); }
   const std::string& library() const { return library_; }
   void limit_window(std::optional<std::uint64_t> bytes) { engine_->limit_window(bytes.value_or(kFollowsSizes)); }
   DeviceStats stats() { return engine_->stats(); }
@@ -68,7 +67,6 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   const std::string library_;
   const std::shared_ptr<cuda::CudaBackend> backend_;
   std::shared_ptr<Pool> pool_;
-  std::shared_ptr<Pool> pageable_;
   const std::shared_ptr<Workers> workers_;
   std::unique_ptr<DeviceEngine> engine_;
   const py::object release_;
@@ -83,7 +81,6 @@ class DeviceTicketHandle {
   ~DeviceTicketHandle() { drop(); }
 
   std::uint64_t nbytes() const { return ticket_->bytes; }
-  TimingPtr timing() const { return ticket_->timing; }
   const char* tier() const;
   std::pair<int, std::uintptr_t> put_stream() const { return {ticket_->put_stream.device, ticket_->put_stream.handle}; }
   bool use(int device, std::uintptr_t stream);

@@ -16,12 +16,11 @@
 //       found[0].record_stream(the stream)
 //
 // To prefetch: allocate with `ticket.put_stream` current, and `load` on it with `urgent=False`; False means that there
-// was no need. `unload` releases what was brought back. `ticket.tier` is "pinned", "pageable" or "disk";
-// `ticket.timing` tells how long the program waited for the ticket, and outlives it. `release(keep, uses)` is called
-// for each source that the engine releases: it must call `record_stream` for each use, and not refer to the engine. It
-// may run at any call of the engine and in the garbage collector.
+// was no need. `unload` releases what was brought back. `ticket.tier` is "pinned" or "disk".
+// `release(keep, uses)` is called for each source that the engine releases: it must call `record_stream` for each use,
+// and not refer to the engine. It may run at any call of the engine and in the garbage collector.
 //
-// `put(..., must=False)` never waits, and answers a Kept instead: FULL, no tier has room; BUSY, no bounce buffer is
+// `put(..., must=False)` never waits, and answers a Kept instead: FULL, nothing has room; BUSY, no bounce buffer is
 // free; BEHIND, copies lag by a window; CAPTURING, the stream is captured into a graph; FAILED and STRANDED, a device
 // call failed before, or in this put. With `must` it waits, counted, where bytes that go below pinned memory find no
 // bounce buffer free. `why_no_driver(library)` is empty where that library can be opened.

@@ -82,9 +82,8 @@ std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSetting
 
 std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional<std::uint64_t> window_bytes,
                                         const py::object& release, const std::string& library,
-                                        std::uint64_t pageable_limit, std::shared_ptr<SpillFile> file,
-                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes, int num_workers,
-                                        const py::object& driver) {
+                                        std::shared_ptr<SpillFile> file, std::uint64_t bounce_bytes,
+                                        std::uint64_t buffer_bytes, int num_workers, const py::object& driver) {
   if (library.empty() == driver.is_none()) {
     throw py::value_error("name the driver's library, or give a driver in its place");
   }
@@ -99,7 +98,6 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
   settings.library = library;
   settings.pool.limit_bytes = limit_bytes;
   settings.window_bytes = window_bytes.value_or(kFollowsSizes);
-  settings.pageable_limit_bytes = pageable_limit;
   settings.file = std::move(file);
   settings.bounce_bytes = bounce_bytes;
   settings.buffer_bytes = buffer_bytes;
@@ -108,13 +106,6 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
                                  : make_over(given<GivenDriver>(driver, kDriverCapsule), settings, release);
   handles().push_back(handle);
   return handle;
-}
-
-void bind_timing(py::module_& module) {
-  py::class_<Timing, TimingPtr>(module, "Timing")
-      .def_property_readonly("stall_seconds", &Timing::stall_seconds)
-      .def_property_readonly("is_late", &Timing::is_late)
-      .def_property_readonly("is_settled", &Timing::is_settled);
 }
 
 void bind_kept(py::module_& module) {
@@ -143,17 +134,15 @@ void bind_device_stats(py::module_& module) {
       .def_readonly("num_kept_full", &DeviceStats::num_kept_full)
       .def_readonly("num_kept_busy", &DeviceStats::num_kept_busy)
       .def_readonly("num_kept_behind", &DeviceStats::num_kept_behind)
-      .def_readonly("peak_tier_bytes", &DeviceStats::peak_tier_bytes)
+      .def_readonly("peak_disk_bytes", &DeviceStats::peak_tier_bytes)
       .def_readonly("bounce_bytes", &DeviceStats::bounce_bytes)
       .def_readonly("num_prefetched", &DeviceStats::num_prefetched)
       .def_readonly("num_late", &DeviceStats::num_late)
       .def_readonly("stall_seconds", &DeviceStats::stall_seconds)
       .def_readonly("num_host_waits", &DeviceStats::num_host_waits)
       .def_readonly("host_wait_seconds", &DeviceStats::host_wait_seconds)
-      .def_property_readonly("num_pageable_puts", [](const DeviceStats& self) { return self.num_tier_puts[0]; })
-      .def_property_readonly("num_disk_puts", [](const DeviceStats& self) { return self.num_tier_puts[1]; })
-      .def_property_readonly("pageable_bytes", [](const DeviceStats& self) { return self.tier_bytes[0]; })
-      .def_property_readonly("disk_bytes", [](const DeviceStats& self) { return self.tier_bytes[1]; })
+      .def_readonly("num_disk_puts", &DeviceStats::num_tier_puts)
+      .def_readonly("disk_bytes", &DeviceStats::tier_bytes)
       .def_property_readonly("num_failed_writes", [](const DeviceStats& self) { return self.spill.num_failed_drains; })
       .def_property_readonly("num_full_writes", [](const DeviceStats& self) { return self.spill.num_full_drains; })
       .def_property_readonly("num_failed_reads", [](const DeviceStats& self) { return self.spill.num_failed_fills; })
@@ -168,7 +157,6 @@ void bind_device_stats(py::module_& module) {
 
 void bind_device(py::module_& module) {
   bind_kept(module);
-  bind_timing(module);
   bind_device_stats(module);
   py::class_<DeviceTicketHandle>(module, "DeviceTicket")
       .def("use", &DeviceTicketHandle::use, py::arg("device"), py::arg("stream"))
@@ -178,18 +166,16 @@ void bind_device(py::module_& module) {
       .def("unload", &DeviceTicketHandle::unload)
       .def("drop", &DeviceTicketHandle::drop)
       .def_property_readonly("nbytes", &DeviceTicketHandle::nbytes)
-      .def_property_readonly("timing", &DeviceTicketHandle::timing)
       .def_property_readonly("tier", &DeviceTicketHandle::tier)
       .def_property_readonly("put_stream", &DeviceTicketHandle::put_stream);
 
   py::class_<DeviceHandle, std::shared_ptr<DeviceHandle>>(module, "DeviceEngine")
       .def_static("cuda", &open_cuda, py::kw_only(), py::arg("limit_bytes"), py::arg("window_bytes"),
-                  py::arg("release"), py::arg("library") = "", py::arg("pageable_limit") = 0,
-                  py::arg("spill_file") = nullptr, py::arg("bounce_bytes") = 0,
-                  py::arg("buffer_bytes") = SpillSettings().buffer_bytes, py::arg("num_workers") = 2,
-                  py::arg("driver") = py::none())
+                  py::arg("release"), py::arg("library") = "", py::arg("spill_file") = nullptr,
+                  py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
+                  py::arg("num_workers") = 2, py::arg("driver") = py::none())
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
-           py::arg("keep"), py::kw_only(), py::arg("must") = true, py::arg("may_use_disk") = true)
+           py::arg("keep"), py::kw_only(), py::arg("must") = true)
       .def("poll", &DeviceHandle::poll)
       .def("make_room", &DeviceHandle::make_room, py::arg("device"), py::arg("stream"))
       .def_property_readonly("library", &DeviceHandle::library)

@@ -129,7 +129,6 @@ void bind_ticket(py::module_& module) {
       .def("load", &TicketHandle::load, py::arg("ptr"), py::arg("keep"))
       .def("unload", &TicketHandle::unload)
       .def("drop", &TicketHandle::drop)
-      .def_property_readonly("timing", &TicketHandle::timing)
       .def_property_readonly("nbytes", &TicketHandle::nbytes);
 }
 

@@ -77,7 +77,6 @@ namespace actckpt {
   X(set_state, "set_state") \
   X(tape, "tape") \
   X(tensor_positions, "tensor_positions") \
-  X(timing, "timing") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
   X(training, "training") \
   X(type, "type") /* of a device */ \

@@ -153,15 +153,6 @@ PyObject* moved_unpack(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* { return unpack_moved(moved_of(self)).release().ptr(); });
 }
 
-// None where the bytes lie in several spans: they were moved by others before.
-PyObject* moved_timing(PyObject* self, void*) {
-  return guarded([&]() -> PyObject* {
-    const Placed& placed = moved_of(self)->placed;
-    if (placed.is_joined) Py_RETURN_NONE;
-    return span_of(placed.spans.front().ptr())->ticket->timing().release().ptr();
-  });
-}
-
 // One empty tensor per device, for canaries to point to.
 PyObject* no_bytes(PyObject* device) {
   static PyObject* const known = PyDict_New();
@@ -187,17 +178,12 @@ PyMethodDef unmoved_methods[] = {{"unpack", unmoved_unpack, METH_NOARGS, "The te
 PyMethodDef moved_methods[] = {{"unpack", moved_unpack, METH_NOARGS, "The tensor; raises if it was changed."},
                                {nullptr, nullptr, 0, nullptr}};
 
-PyGetSetDef moved_properties[] = {
-    {"timing", moved_timing, nullptr, "How long the program waited for the bytes, or None.", nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
 PyType_Slot unmoved_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc<UnmovedObject>)},
                                {Py_tp_methods, unmoved_methods},
                                {Py_tp_doc, const_cast<char*>("A saved tensor that was not moved.")},
                                {0, nullptr}};
 PyType_Slot moved_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(dealloc<MovedObject>)},
                              {Py_tp_methods, moved_methods},
-                             {Py_tp_getset, moved_properties},
                              {Py_tp_doc, const_cast<char*>("A saved tensor whose bytes are in a store.")},
                              {0, nullptr}};
 PyType_Spec unmoved_spec = {"actckpt._C.Unmoved", sizeof(UnmovedObject), 0,

@@ -279,9 +279,12 @@ struct Moved {
     const RecordPointer found = record.lock();
     if (found == nullptr) return;
     limit_window();
-    window.planned_task = current_task();
+    const long long task = current_task();
+    window.planned_task = task;
     window.own = own;
-    read_ahead_of(found);
+    if (task == -1) return;
+    arrive(found, task);
+    read_on(found, task);
   }
 };
 
@@ -344,13 +347,6 @@ py::object fetch(SpanObject* span) {
     shared_reloads[span] = py::reinterpret_steal<py::object>(storage);
   }
   return found;
-}
-
-void read_ahead_of(const RecordPointer& record) {
-  const long long task = current_task();
-  if (task == -1) return;
-  arrive(record, task);
-  read_on(record, task);
 }
 
 std::shared_ptr<Record> last_moved() { return last_record().lock(); }

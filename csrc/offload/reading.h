@@ -11,9 +11,6 @@ namespace actckpt {
 // Bytes of `span`; blocks on the CPU, never on a device. Begins to read ahead.
 py::object fetch(SpanObject* span);
 
-// A backward has come to what `record` moved, or to what stayed beside it: begins to read ahead.
-void read_ahead_of(const std::shared_ptr<Record>& record);
-
 // What this thread moved last, or null.
 std::shared_ptr<Record> last_moved();
 

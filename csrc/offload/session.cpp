@@ -158,14 +158,6 @@ PyObject* session_pack_made(PyObject* self, PyObject* tensor) {
   return guarded([&]() -> PyObject* { return pack(self, tensor, true, true).release().ptr(); });
 }
 
-// read_ahead()
-PyObject* session_read_ahead(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    read_ahead_of(session_of(self)->record);
-    Py_RETURN_NONE;
-  });
-}
-
 // watch(meter)
 PyObject* session_watch(PyObject* self, PyObject* meter) {
   session_of(self)->record->meter = py::reinterpret_borrow<py::object>(meter);
@@ -227,8 +219,6 @@ PyMethodDef session_methods[] = {
     {"pack_made", session_pack_made, METH_O,
      "pack_made(tensor) -> handle: of what an operator made; no module owns it."},
     {"unpack", session_unpack, METH_O | METH_STATIC, "unpack(handle) -> Tensor: the unpack hook."},
-    {"read_ahead", session_read_ahead, METH_NOARGS,
-     "read_ahead(): a backward has come here; begin to bring back what it needs next."},
     {"watch", session_watch, METH_O, "watch(meter): count on it what of the values is alive."},
     {"moved_and_small", session_moved_and_small, METH_NOARGS,
      "moved_and_small() -> number and bytes of storages moved, and of those that stay since they are small."},

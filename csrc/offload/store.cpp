@@ -30,8 +30,6 @@ class PythonTicket final : public StoreTicket {
     call_method_with(store_, names().saved_again, ticket_.ptr(), device_.ptr(), storage);
   }
 
-  py::object timing() const override { return attribute(ticket_.ptr(), names().timing); }
-
  private:
   PyObject* const store_;
   const py::object ticket_, nbytes_, device_;

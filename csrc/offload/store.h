@@ -32,9 +32,6 @@ class StoreTicket {
 
   // The same bytes were saved again, perhaps on another stream, from the storage they were put from.
   virtual void saved_again(PyObject* storage) = 0;
-
-  // How long the program waited for it; outlives it.
-  virtual py::object timing() const = 0;
 };
 
 // What is to be moved. All references are borrowed.

@@ -15,7 +15,7 @@ import actckpt
 from actckpt.statistics import uncounted
 
 #: What is held now and was held at most: no sums.
-_HELD = ("peak_", "host_", "disk_", "store_", "pageable_", "inflight_")
+_HELD = ("peak_", "host_", "disk_", "store_", "inflight_")
 
 
 def _counted_sums(step: Callable[[], Any]) -> dict[str, float]:

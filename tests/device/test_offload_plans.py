@@ -30,7 +30,7 @@ def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans offload tensors of the toy model, and set windows by themselves."""
     for module in (session, _checkpointed_call):
         monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
-    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit", "pageable_limit")}
+    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit")}
     actckpt.configure(max_inflight="auto")
     yield
     actckpt.configure(**before)
@@ -139,7 +139,7 @@ def test_budgets_are_met_where_the_program_holds_an_input() -> None:
 def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
     budget = _Plainly().budget(0.5)
     gc.collect()
-    actckpt.configure(host_limit="1MiB", pageable_limit=0)
+    actckpt.configure(host_limit="1MiB")
     training = Training(layers=_LAYERS)
     actckpt.apply(training.model, budget=budget, race=False)
     for _ in range(6):

@@ -17,7 +17,7 @@ from actckpt._core.devices import CUDA_LIBRARY, Cuda
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore, record_streams
 
-TIERS = ("pinned", "pageable", "disk")
+TIERS = ("pinned", "disk")
 Program = Callable[[Callable[[], Any]], Any]
 
 
@@ -30,7 +30,6 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
         release=partial(record_streams, Cuda()),
-        pageable_limit=4 << 30 if tier == "pageable" else 0,
         spill_file=file,
         bounce_bytes=bounce_bytes,
     )

@@ -27,7 +27,6 @@ def restored() -> Iterator[None]:
     yield
     actckpt.configure(
         host_limit=before.host_limit,
-        pageable_limit=before.pageable_limit,
         disk_limit=before.disk_limit,
         spill_dir=before.spill_dir,
     )
@@ -46,11 +45,11 @@ def _tensor(found: _C.Bytes) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(found.storage)
 
 
-def test_pinned_then_pageable_then_disk_then_the_device(
+def test_pinned_then_disk_then_the_device(
     tmp_path: Path, restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "_warned", set())
-    actckpt.configure(host_limit=128 * MIB, pageable_limit=32 * MIB, spill_dir=tmp_path, disk_limit=16 * MIB)
+    actckpt.configure(host_limit=128 * MIB, spill_dir=tmp_path, disk_limit=48 * MIB)
     backend = stores.store_for("cuda")  # 32 MiB of the 128 are bounce buffers
     device = torch.device("cuda", torch.cuda.current_device())
     sources = [_bytes(8 * MIB) for _ in range(20)]
@@ -61,15 +60,15 @@ def test_pinned_then_pageable_then_disk_then_the_device(
         settle()
     sources.clear()
     found = [ticket.tier if ticket is not None else "device" for ticket in tickets]
-    assert found == ["pinned"] * 12 + ["pageable"] * 4 + ["disk"] * 2 + ["device"] * 2
+    assert found == ["pinned"] * 12 + ["disk"] * 6 + ["device"] * 2
     figures = actckpt.stats()
-    assert (figures.pageable_bytes, figures.disk_bytes) == (32 * MIB, 16 * MIB)
+    assert figures.disk_bytes == 48 * MIB
     assert figures.host_bytes <= 128 * MIB
     for ticket, value in zip(tickets, expected, strict=True):
         if ticket is not None:
             assert torch.equal(_tensor(backend.fetch(ticket, 8 * MIB, device)), value)
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(messages) == len(set(messages)) >= 3, messages
+    assert len(messages) == len(set(messages)) >= 2, messages
 
 
 def _wait_for_drains(engine: _C.DeviceEngine, nbytes: int) -> None:
@@ -89,9 +88,8 @@ def _wait_for_drains(engine: _C.DeviceEngine, nbytes: int) -> None:
     raise AssertionError("the workers did not empty the bounce buffers in 30 s")
 
 
-@pytest.mark.parametrize("tier", ["pageable", "disk"])
-def test_a_tensor_larger_than_all_bounce_buffers_comes_back(tier: str, tmp_path: Path) -> None:
-    with only(tier, tmp_path, bounce_bytes=16 * MIB) as engine:
+def test_a_tensor_larger_than_all_bounce_buffers_comes_back(tmp_path: Path) -> None:
+    with only("disk", tmp_path, bounce_bytes=16 * MIB) as engine:
         x = torch.randn(4096, 4096, device="cuda", requires_grad=True)  # 64 MiB through 8
         with actckpt.offload():
             y = (x * 1.5).sin()
@@ -102,7 +100,7 @@ def test_a_tensor_larger_than_all_bounce_buffers_comes_back(tier: str, tmp_path:
 
 
 def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
-    with only("pageable", tmp_path, bounce_bytes=16 * MIB) as engine:
+    with only("disk", tmp_path, bounce_bytes=16 * MIB) as engine:
         backend = stores.store_for("cuda")
         warm = backend.put(_bytes(MIB), MIB, must=False)
         assert warm is not None
@@ -121,10 +119,14 @@ def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host_limit", [0, 64 << 10, 3 * MIB])
 def test_little_or_no_pinned_memory_gives_the_right_gradients(
-    restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host_limit: int
+    restored: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    host_limit: int,
 ) -> None:
     monkeypatch.setattr(notices, "_warned", set())
-    actckpt.configure(host_limit=host_limit, pageable_limit=1 << 30)
+    actckpt.configure(host_limit=host_limit, spill_dir=tmp_path)
     actckpt.reset_stats()
     x = torch.randn(1024, 1024, device="cuda", requires_grad=True)
     expected = _gradient(x)
@@ -181,15 +183,12 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
         assert ticket is not None
         settle()
         backend.fetch(ticket, 256 * MIB, device)  # nothing to hide the copy behind
-        timing = ticket.timing
         settle()
-        assert timing.is_settled and timing.is_late
-        assert 256 * MIB / 500e9 < timing.stall_seconds < 1
-        assert engine.stats().stall_seconds > timing.stall_seconds - 1e-8 and engine.stats().num_late >= 1
+        assert 256 * MIB / 500e9 < engine.stats().stall_seconds < 1 and engine.stats().num_late >= 1
 
 
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
-    with only("pageable", tmp_path) as engine:
+    with only("disk", tmp_path) as engine:
         backend = stores.store_for("cuda")
         device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(8 * MIB), 8 * MIB)
@@ -198,6 +197,7 @@ def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
         assert backend.prefetch(ticket, 8 * MIB, device)
         torch.cuda._sleep(1_000_000_000)
         torch.cuda.synchronize()
+        num_late = engine.stats().num_late
         backend.fetch(ticket, 8 * MIB, device)
         settle()
-        assert engine.stats().num_prefetched == 1 and not ticket.timing.is_late
+        assert engine.stats().num_prefetched == 1 and engine.stats().num_late == num_late

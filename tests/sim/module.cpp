@@ -98,8 +98,7 @@ void bind_figures(py::module_& module) {
       .def_readonly("num_host_waits", &DeviceStats::num_host_waits)
       .def_readonly("stranded_bytes", &DeviceStats::stranded_bytes)
       .def_readonly("last_error", &DeviceStats::last_error)
-      .def_property_readonly("num_pageable_puts", [](const DeviceStats& self) { return self.num_tier_puts[0]; })
-      .def_property_readonly("num_disk_puts", [](const DeviceStats& self) { return self.num_tier_puts[1]; })
+      .def_readonly("num_disk_puts", &DeviceStats::num_tier_puts)
       .def_property_readonly("num_failed_writes", [](const DeviceStats& self) { return self.spill.num_failed_drains; })
       .def_property_readonly("num_failed_reads", [](const DeviceStats& self) { return self.spill.num_failed_fills; });
 }

@@ -114,9 +114,8 @@ Program::SavedPtr Program::save(const TensorPtr& tensor, int queue) {
   }
   Releases releases;
   const KeepAlive keep = to_keep(tensor);
-  const PutOptions options{world_->chance(0.5), world_->below(kMaxTiers + 1)};
-  const Put put =
-      engine_->put(tensor->span.address, tensor->span.num_cells * kCellBytes, stream, keep, options, &releases);
+  const Put put = engine_->put(tensor->span.address, tensor->span.num_cells * kCellBytes, stream, keep,
+                               world_->chance(0.5), &releases);
   finish(&releases);
   if (!put.holds_keep) {
     delete static_cast<TensorPtr*>(keep);
@@ -290,7 +289,7 @@ bool Program::backward(Graph* graph) {
   return --graph->num_passes > 0;
 }
 
-Report Program::run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>>& tiers) {
+Report Program::run(const Pool& pool, const SimTier& tier) {
   for (std::uint64_t steps = 20 + world_->below(60); steps > 0; --steps) {
     if (graphs_.empty() || world_->chance(0.08)) {
       graphs_.push_back(Graph());
@@ -324,11 +323,8 @@ Report Program::run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>
   report.races = world_->checker().descriptions();
   report.num_wrong = world_->num_wrong();
   report.num_failed_gets = num_failed_gets_;
-  report.num_leaked =
-      allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks + report.stats.spill.stuck_bytes;
-  for (const auto& tier : tiers) {
-    report.num_leaked += tier->num_live();
-  }
+  report.num_leaked = allocator_.num_live() + report.stats.num_live + pool.stats().num_blocks +
+                      report.stats.spill.stuck_bytes + tier.num_live();
   return report;
 }
 

@@ -4,8 +4,8 @@
 // streams and devices, saves inputs before and outputs after their kernels, saves one tensor for
 // several nodes, keeps several graphs alive and runs their backwards interleaved, reads on other
 // streams than it saved on, goes through some graphs twice, prefetches what it will and will not
-// read, abandons graphs in the middle, and tries again where a tier gives no bytes. So every race, wrong value or leak
-// is the protocol's. Thread rule: one thread. Ownership: borrows the world, shares the engine.
+// read, abandons graphs in the middle, and tries again where the tier gives no bytes. So every race, wrong value or
+// leak is the protocol's. Thread rule: one thread. Ownership: borrows the world, shares the engine.
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct Report {
   std::uint64_t num_leaked = 0;       // tensors, tickets and slots left at the end
   std::uint64_t num_errors = 0;       // device errors that reached the program
   std::uint64_t num_faults = 0;       // what the mock driver objects to
-  std::uint64_t num_failed_gets = 0;  // a tier gave no bytes; the program tried again
+  std::uint64_t num_failed_gets = 0;  // the tier gave no bytes; the program tried again
   std::vector<std::string> races;
   DeviceStats stats;
 };
@@ -49,7 +49,7 @@ class Program {
   Program(Machine machine, std::shared_ptr<DeviceEngine> engine);
 
   // Runs the program to its end and returns what was found. Call once.
-  Report run(const Pool& pool, const std::vector<std::shared_ptr<SimTier>>& tiers);
+  Report run(const Pool& pool, const SimTier& tier);
 
  private:
   struct Saved;

@@ -21,30 +21,18 @@ SpillSettings random_spills(World* world) {
   return settings;
 }
 
-// Two tiers, served by the same one to three workers.
-std::vector<std::shared_ptr<SimTier>> random_tiers(World* world) {
+// Served by one to three workers.
+std::shared_ptr<SimTier> random_tier(World* world) {
   std::vector<int> workers;
   for (std::uint64_t n = 1 + world->below(3); n > 0; --n) {
     workers.push_back(world->add_queue(0));
   }
-  std::vector<std::shared_ptr<SimTier>> tiers;
   const bool fails = world->chance(0.3);
-  for (std::uint64_t i = 0; i < kMaxTiers; ++i) {
-    TierConfig config;
-    config.base += i << 40;
-    config.num_cells = world->below(30);
-    config.drain_failures = fails ? 0.1 : 0.0;
-    config.fill_failures = fails ? 0.05 : 0.0;
-    tiers.push_back(std::make_shared<SimTier>(world, workers, config));
-  }
-  return tiers;
-}
-
-Below below(const std::vector<std::shared_ptr<SimTier>>& tiers, SlabRegistrar* registrar) {
-  Below below;
-  below.tiers.assign(tiers.begin(), tiers.end());
-  below.registrar = registrar;
-  return below;
+  TierConfig config;
+  config.num_cells = world->below(60);
+  config.drain_failures = fails ? 0.1 : 0.0;
+  config.fill_failures = fails ? 0.05 : 0.0;
+  return std::make_shared<SimTier>(world, workers, config);
 }
 
 }  // namespace
@@ -72,7 +60,7 @@ DeviceConfig random_config(World* world, const std::string& without) {
   return config;
 }
 
-// Half of the machines have little pinned memory, so that much passes through the tiers below.
+// Half of the machines have little pinned memory, so that much passes through the tier below.
 PoolConfig random_pool(World* world) {
   PoolConfig config;
   config.limit_bytes = (world->chance(0.5) ? world->below(8) : 4 + world->below(60)) * kCellBytes;
@@ -85,12 +73,12 @@ Report run_on_sim(std::uint64_t seed, const std::string& without) {
   Machine machine = Machine::make(&world);
   const DeviceConfig config = random_config(&world, without);
   const auto pool = std::make_shared<Pool>(random_pool(&world));
-  const auto tiers = random_tiers(&world);
+  const auto tier = random_tier(&world);
   auto backend = std::make_shared<SimBackend>(&world, machine.default_queues);
-  auto engine = std::make_shared<DeviceEngine>(std::move(backend), pool, config, below(tiers, nullptr),
+  auto engine = std::make_shared<DeviceEngine>(std::move(backend), pool, config, Below{tier, nullptr, nullptr},
                                                [&world](auto&) { world.step(); });
   Program program(std::move(machine), std::move(engine));
-  return program.run(*pool, tiers);
+  return program.run(*pool, *tier);
 }
 
 Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code) {
@@ -100,8 +88,8 @@ Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uin
   MockDriver driver(&world, machine.default_queues);
   const auto backend = std::make_shared<cuda::CudaBackend>(driver.table());
   const auto pool = std::make_shared<Pool>(random_pool(&world), backend.get());
-  const auto tiers = random_tiers(&world);
-  auto engine = std::make_shared<DeviceEngine>(backend, pool, config, below(tiers, backend.get()),
+  const auto tier = random_tier(&world);
+  auto engine = std::make_shared<DeviceEngine>(backend, pool, config, Below{tier, backend.get(), nullptr},
                                                [&world](auto&) { world.step(); });
   if (fail_at > 0) {
     driver.fail_at(fail_at, code);
@@ -109,7 +97,7 @@ Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uin
   Report report;
   {
     Program program(std::move(machine), std::move(engine));
-    report = program.run(*pool, tiers);
+    report = program.run(*pool, *tier);
   }
   report.num_faults = driver.faults().size() + driver.num_contexts_pushed();
   report.races.insert(report.races.end(), driver.faults().begin(), driver.faults().end());

@@ -26,7 +26,7 @@ struct SimTier::SimHaul : Haul {
 };
 
 SimTier::SimTier(World* world, std::vector<int> workers, const TierConfig& config)
-    : world_(world), workers_(std::move(workers)), config_(config), next_address_(config.base) {}
+    : world_(world), workers_(std::move(workers)), config_(config) {}
 
 PlacePtr SimTier::reserve(std::size_t bytes) {
   const std::uint64_t cells = round_up(bytes, kCellBytes) / kCellBytes;

@@ -17,7 +17,6 @@
 namespace actckpt::sim {
 
 struct TierConfig {
-  std::uint64_t base = std::uint64_t{1} << 61;  // its addresses, far from all memory
   std::uint64_t num_cells = 0;
   double drain_failures = 0.0;  // chance of each
   double fill_failures = 0.0;
@@ -41,8 +40,8 @@ class SimTier : public Tier {
   World* const world_;
   const std::vector<int> workers_;
   const TierConfig config_;
-  std::map<std::uint64_t, std::vector<Span>> free_;  // by cells: a stack
-  std::uint64_t next_address_;
+  std::map<std::uint64_t, std::vector<Span>> free_;      // by cells: a stack
+  std::uint64_t next_address_ = std::uint64_t{1} << 61;  // far from all memory
   std::uint64_t num_used_cells_ = 0;
   std::uint64_t num_live_ = 0;
 };

@@ -36,7 +36,6 @@ WRONG = [
         "Pass a list of types of dispatch modes",
     ),
     ("host_limit", [True, -1, 1.5, "x", 2**63, "9999999TiB"], "is not a size"),
-    ("pageable_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),
     ("disk_limit", [True, -1, 1.5, "x", 2**63], "is not a size"),
     ("max_inflight", [None, True, -1, 1.5, "x", 2**63], "is not a size"),
     ("num_workers", [None, True, -1, 1.5, "2", 65], "Pass a whole number from 0 to 64"),

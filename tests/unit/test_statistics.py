@@ -109,7 +109,7 @@ def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> 
 class _Device:
     """An engine over a mock of the driver."""
 
-    def __init__(self, *, pinned: int, **options: int) -> None:
+    def __init__(self, *, pinned: int, **options: Any) -> None:
         self.cuda = sim.MockCuda()
         options = {"window_bytes": 1 << 20, **options}
         self.engine = self.cuda.engine(limit_bytes=pinned, release=lambda keep, uses: None, **options)
@@ -121,7 +121,7 @@ class _Device:
         return self.engine.put((1 << 60) + self.count * PAGE, PAGE, 0, 0, object(), must=must)
 
 
-def test_each_reason_on_a_device_has_its_name() -> None:
+def test_each_reason_on_a_device_has_its_name(tmp_path: Path) -> None:
     full = _Device(pinned=PAGE)
     held = [full.put() for _ in range(3)]
     assert _kept() == {"kept_full": 2}
@@ -131,7 +131,7 @@ def test_each_reason_on_a_device_has_its_name() -> None:
     assert capturing.put() == _C.Kept.CAPTURING
     assert _kept() == {"kept_full": 2, "kept_capturing": 1}
 
-    busy = _Device(pinned=0, pageable_limit=1 << 20, bounce_bytes=2 * PAGE, buffer_bytes=PAGE)
+    busy = _Device(pinned=0, spill_file=_C.SpillFile(str(tmp_path)), bounce_bytes=2 * PAGE, buffer_bytes=PAGE)
     held += [busy.put(must=False), busy.put(must=False)]
     assert held[-1] == _C.Kept.BUSY
     assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1}

@@ -4,6 +4,7 @@
 #include <system_error>
 
 #include "engine/errors.h"
+#include "engine/timing.h"
 
 namespace actckpt {
 namespace {
@@ -78,7 +79,7 @@ TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes, std::shar
   return ticket;
 }
 
-double HostEngine::make_room(std::size_t bytes) {
+void HostEngine::make_room(std::size_t bytes) {
   fork_guard_.check("put");
   Lock lock(mutex_);
   const Stopwatch watch;
@@ -92,9 +93,7 @@ double HostEngine::make_room(std::size_t bytes) {
       --num_waiting_;
     }
   }
-  const double seconds = watch.seconds();
-  stats_.stall_seconds += seconds;
-  return seconds;
+  stats_.stall_seconds += watch.seconds();
 }
 
 void HostEngine::count_kept_busy() {
@@ -174,7 +173,7 @@ bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive ke
   load->state = LoadState::kReading;
   ++ticket->num_readers;
   run_load(lock, ticket, load);
-  count_stall(ticket.get(), watch.seconds());
+  stats_.stall_seconds += watch.seconds();
   return true;
 }
 
@@ -197,12 +196,7 @@ void HostEngine::wait(const TicketPtr& ticket) {
     done_.wait(lock, [&] { return load->state != LoadState::kReading; });
     --num_waiting_;
   }
-  count_stall(ticket.get(), watch.seconds());
-}
-
-void HostEngine::count_stall(Ticket* ticket, double seconds) {
-  stats_.stall_seconds += seconds;
-  ticket->timing->add_stall(seconds);
+  stats_.stall_seconds += watch.seconds();
 }
 
 void HostEngine::abandon_load(const TicketPtr& ticket) {

@@ -89,7 +89,7 @@ class HostEngine {
   TicketPtr try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store, KeepAlive source,
                     Released* released);
   // Returns the seconds it took; they count as stall.
-  double make_room(std::size_t bytes);
+  void make_room(std::size_t bytes);
   void count_kept_busy();
 
   // A number that changes with every failed write; no lock.
@@ -149,7 +149,6 @@ class HostEngine {
   void note_kept(Ticket* ticket, const Write& failed);
   void run_write(Lock& lock, const TicketPtr& ticket);
   void run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load);
-  void count_stall(Ticket* ticket, double seconds);
   void release(KeepAlive* keep);
   LoadPtr add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep);
   void abandon_load(const TicketPtr& ticket);

@@ -26,7 +26,6 @@
 
 #include "engine/byte_store.h"
 #include "engine/keep_alive.h"
-#include "engine/timing.h"
 
 namespace actckpt {
 
@@ -58,7 +57,6 @@ struct Ticket {
   const std::byte* const src;
   const std::size_t bytes;
   ByteStore* const store;
-  const TimingPtr timing = std::make_shared<Timing>();
 
   OutState out = OutState::kQueued;
   Writes::iterator queued;  // while it is

@@ -15,10 +15,10 @@ DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Poo
       pause_(std::move(pause)),
       wake_(std::move(below.wake)),
       slots_(std::move(pool), backend_.get(), config.rules),
-      spills_(backend_.get(), config.spill, config.rules, std::move(below.tiers), below.registrar),
+      spills_(backend_.get(), config.spill, config.rules, std::move(below.tier), below.registrar),
       window_(config.window_bytes) {}
 
-Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
+Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, bool must,
                       Releases* releases) {
   fork_guard_.check("put");
   Lock lock(calls_);
@@ -33,7 +33,7 @@ Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, Ke
   ticket->bytes = bytes;
   ticket->put_stream = stream;
   try {
-    return begin_put(lock, src, ticket, keep, options, releases);
+    return begin_put(lock, src, ticket, keep, must, releases);
   } catch (const DeviceError& error) {
     fail("put", error);
     ++stats_.num_kept_failed;
@@ -45,14 +45,14 @@ Put DeviceEngine::put(std::uintptr_t src, std::uint64_t bytes, Stream stream, Ke
   }
 }
 
-Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep,
-                            const PutOptions& options, Releases* releases) {
+Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep, bool must,
+                            Releases* releases) {
   const Stream stream = ticket->put_stream;
   if (backend_->capturing(stream)) {  // line 1
     ++stats_.num_kept_capturing;
     return {PutOutcome::kKeptCapturing, nullptr};
   }
-  if (!options.must && lags(ticket->device, ticket->bytes)) {
+  if (!must && lags(ticket->device, ticket->bytes)) {
     ++stats_.num_kept_behind;
     return {PutOutcome::kKeptBehind, nullptr};
   }
@@ -64,7 +64,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
     ticket->slot = std::move(*slot);
     write_out(ticket.get(), src, fences);
   } else {
-    outcome = put_below(lock, src, ticket.get(), options);
+    outcome = put_below(lock, src, ticket.get(), must);
   }
   if (ticket->flight->d2h == nullptr) {
     return {outcome, nullptr};
@@ -77,7 +77,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
     return {outcome, nullptr, true};  // some pieces are on their way already
   }
   launch(ticket);
-  shrink_window(stream, ticket->timing, releases);
+  shrink_window(stream, releases);
   return {PutOutcome::kTaken, ticket, true};
 }
 
@@ -88,13 +88,9 @@ void DeviceEngine::launch(const DeviceTicketPtr& ticket) {
   stats_.offloaded_bytes += ticket->bytes;
   ticket->is_below = !ticket->pieces.empty();
   if (ticket->is_below) {
-    ++stats_.num_tier_puts[ticket->tier];
-    stats_.tier_bytes[ticket->tier] += ticket->bytes;
-    std::uint64_t bytes = 0;
-    for (const std::uint64_t held : stats_.tier_bytes) {
-      bytes += held;
-    }
-    stats_.peak_tier_bytes = std::max(stats_.peak_tier_bytes, bytes);
+    ++stats_.num_tier_puts;
+    stats_.tier_bytes += ticket->bytes;
+    stats_.peak_tier_bytes = std::max(stats_.peak_tier_bytes, stats_.tier_bytes);
   }
 }
 
@@ -118,15 +114,15 @@ void DeviceEngine::write_out(DeviceTicket* ticket, std::uintptr_t src, const Fen
 }
 
 // Line 16: below pinned memory, piece by piece.
-PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, const PutOptions& options) {
-  if (options.num_tiers > 0 && spills_.is_ready()) {
-    ticket->pieces = spills_.cut(ticket->bytes, options.num_tiers, &ticket->tier);
+PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, bool must) {
+  if (spills_.is_ready()) {
+    ticket->pieces = spills_.cut(ticket->bytes);
   }
   if (ticket->pieces.empty()) {
     ++stats_.num_kept_full;
     return PutOutcome::kKeptFull;
   }
-  if (!options.must && spills_.num_free_buffers() < ticket->pieces.size()) {
+  if (!must && spills_.num_free_buffers() < ticket->pieces.size()) {
     ticket->pieces.clear();
     ++stats_.num_kept_busy;
     return PutOutcome::kKeptBusy;
@@ -165,7 +161,6 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
     const double seconds = watch.seconds();
     stats_.host_wait_seconds += seconds;
     stats_.stall_seconds += seconds;
-    ticket->timing->add_stall(seconds);
   }
   return true;
 }
@@ -239,7 +234,7 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
   stats_.num_prefetched += landing->is_prefetch && landing->waited.empty() ? 1 : 0;
   if (waits) {  // line 9
     try {
-      waits_.wait(backend_.get(), stream, landing->h2d, ticket->timing);
+      waits_.wait(backend_.get(), stream, landing->h2d);
     } catch (const DeviceError& error) {
       fail("get", error);
       throw;
@@ -270,7 +265,6 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
   const double seconds = watch.seconds();
   stats_.stall_seconds += seconds;
   stats_.num_late += seconds >= kLateSeconds ? 1 : 0;
-  ticket->timing->add_stall(seconds);
 }
 
 bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep,

@@ -2,7 +2,7 @@
 //
 // Contract: put, get, load, drop are the lines of README.md here; comments cite them. D, H and U
 // are the device's write-out, load and urgent-load streams, S the stream that is current in the
-// calling thread. Pinned memory comes first; where it is full, the tiers below it, in their order.
+// calling thread. Pinned memory comes first; where it is full, the tier below it.
 // No call waits for the device or a worker but `put` with `must`, where bounce buffers are short,
 // and `wait`, which are counted, and `finish`.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
@@ -65,24 +65,17 @@ struct DeviceTicket {
   Block slot;
   Pieces pieces;             // below pinned memory; then there is no slot
   bool is_below = false;     // pieces were cut; also after they are gone
-  std::size_t tier = 0;      // of the pieces
   EventPtr last[kNumSides];  // the slot's last event on each side stream
   std::shared_ptr<Flight> flight;
   LandingPtr landing;
-  TimingPtr timing = std::make_shared<Timing>();
   bool dropped = false;
 };
 using DeviceTicketPtr = std::shared_ptr<DeviceTicket>;
 
-// kKeptFull: no tier has room. kKeptBusy: no bounce buffer is free now, and the caller does not
+// kKeptFull: nothing has room. kKeptBusy: no bounce buffer is free now, and the caller does not
 // want to wait. kKeptBehind: copies lag by a window, likewise. kKeptStranded: a device call of this
 // put failed; the copy may be running. kKeptFailed: an earlier call failed.
 enum class PutOutcome { kTaken, kKeptCapturing, kKeptFull, kKeptBusy, kKeptBehind, kKeptFailed, kKeptStranded };
-
-struct PutOptions {
-  bool must = true;           // wait for a bounce buffer, and go on where copies lag
-  std::size_t num_tiers = 2;  // how many tiers below pinned memory may be used
-};
 
 struct Put {
   PutOutcome outcome;
@@ -104,14 +97,12 @@ struct DeviceConfig {
   SpillSettings spill;
 };
 
-// What lies below pinned memory, in the order of use.
+// What lies below pinned memory.
 struct Below {
-  std::vector<std::shared_ptr<Tier>> tiers;
+  std::shared_ptr<Tier> tier;          // null: nothing
   SlabRegistrar* registrar = nullptr;  // pins bounce buffers; must outlive the engine
   std::function<void()> wake;          // something is on its way: call `advance` until it is not
 };
-
-inline constexpr std::size_t kMaxTiers = 2;
 
 struct DeviceStats {
   std::uint64_t num_puts = 0;
@@ -130,15 +121,15 @@ struct DeviceStats {
   std::uint64_t num_kept_behind = 0;
   std::uint64_t num_kept_capturing = 0;
   std::uint64_t num_kept_failed = 0;
-  std::uint64_t num_tier_puts[kMaxTiers] = {};
-  std::uint64_t tier_bytes[kMaxTiers] = {};  // of live tickets
-  std::uint64_t peak_tier_bytes = 0;         // all tiers
-  std::uint64_t bounce_bytes = 0;            // pinned for bounce buffers
-  std::uint64_t num_prefetched = 0;          // reloads that were on their way when asked for
-  std::uint64_t num_late = 0;                // waits of kLateSeconds or more
-  double stall_seconds = 0.0;                // of streams and callers
-  std::uint64_t num_host_waits = 0;          // of puts with `must`
-  double host_wait_seconds = 0.0;            // contained in stall_seconds
+  std::uint64_t num_tier_puts = 0;
+  std::uint64_t tier_bytes = 0;  // of live tickets
+  std::uint64_t peak_tier_bytes = 0;
+  std::uint64_t bounce_bytes = 0;    // pinned for bounce buffers
+  std::uint64_t num_prefetched = 0;  // reloads that were on their way when asked for
+  std::uint64_t num_late = 0;        // waits of kLateSeconds or more
+  double stall_seconds = 0.0;        // of streams and callers
+  std::uint64_t num_host_waits = 0;  // of puts with `must`
+  double host_wait_seconds = 0.0;    // contained in stall_seconds
   SpillCounts spill;
   std::string last_error;
 };
@@ -153,9 +144,9 @@ class DeviceEngine {
   DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
                Below below = {}, Pause pause = nullptr);
 
-  // Copies bytes at `src` away. Takes `keep` only if the result says so.
-  Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, const PutOptions& options,
-          Releases* releases);
+  // Copies bytes at `src` away; `must`: waits for a bounce buffer, and goes on where copies lag. Takes `keep` only if
+  // the result says so.
+  Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, bool must, Releases* releases);
 
   // Another stream of the program uses the ticket's source (line 2). False if it was released already: then the caller
   // does for that stream what it does for a Release.
@@ -215,9 +206,9 @@ class DeviceEngine {
     std::uint64_t bytes() const { return flight_bytes + grave_bytes; }
   };
 
-  Put begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep,
-                const PutOptions& options, Releases* releases);
-  PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, const PutOptions& options);
+  Put begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep, bool must,
+                Releases* releases);
+  PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, bool must);
   bool write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket);
   void pause(Lock& lock);
   void wake();
@@ -230,7 +221,7 @@ class DeviceEngine {
   void write_out(DeviceTicket* ticket, std::uintptr_t src, const Fences& fences);
   bool lags(int device, std::uint64_t bytes);
   void launch(const DeviceTicketPtr& ticket);
-  void shrink_window(Stream stream, const TimingPtr& timing, Releases* releases);
+  void shrink_window(Stream stream, Releases* releases);
   void shrink_graves(Fly* fly, Releases* releases);
   void begin_load(DeviceTicket* ticket, const LandingPtr& landing, std::uintptr_t dst, Side side);
   Got get_landing(DeviceTicket* ticket, Stream stream, Releases* releases);

@@ -28,7 +28,7 @@ bool DeviceEngine::lags(int device, std::uint64_t bytes) {
 }
 
 // Line 6: beyond the window the stream, not the host, waits, and the oldest sources go at once.
-void DeviceEngine::shrink_window(Stream stream, const TimingPtr& timing, Releases* releases) {
+void DeviceEngine::shrink_window(Stream stream, Releases* releases) {
   Fly& fly = fly_[stream.device];
   std::uint64_t left = fly.bytes();
   std::size_t num_oldest = 0;
@@ -36,7 +36,7 @@ void DeviceEngine::shrink_window(Stream stream, const TimingPtr& timing, Release
     left -= fly.flights[num_oldest++]->bytes;
   }
   if (num_oldest > 0 && config_.rules.stream_waits_before_early_release) {
-    waits_.wait(backend_.get(), stream, fly.flights[num_oldest - 1]->d2h, timing);
+    waits_.wait(backend_.get(), stream, fly.flights[num_oldest - 1]->d2h);
   }
   for (; num_oldest > 0; --num_oldest) {
     const std::shared_ptr<Flight> oldest = std::move(fly.flights.front());
@@ -59,7 +59,7 @@ void DeviceEngine::make_room(Stream stream, Releases* releases) {
   }
   try {
     if (!backend_->capturing(stream)) {
-      shrink_window(stream, std::make_shared<Timing>(), releases);
+      shrink_window(stream, releases);
     }
   } catch (const DeviceError& error) {
     fail("make_room", error);
@@ -135,7 +135,7 @@ void DeviceEngine::bury(DeviceTicket* ticket, Releases* releases) {
   --stats_.num_live;
   window_.remove(ticket->bytes);
   if (!ticket->pieces.empty()) {
-    stats_.tier_bytes[ticket->tier] -= ticket->bytes;
+    stats_.tier_bytes -= ticket->bytes;
   }
   bury_landing(ticket, releases);
   if (ticket->flight != nullptr && !config_.rules.source_outlives_dropped_ticket) {

@@ -10,35 +10,28 @@ bool is_wanted(const Landing& landing) { return !landing.is_abandoned && !landin
 
 }  // namespace
 
-Spills::Spills(Backend* backend, const SpillSettings& settings, const ProtocolRules& rules,
-               std::vector<std::shared_ptr<Tier>> tiers, SlabRegistrar* registrar)
+Spills::Spills(Backend* backend, const SpillSettings& settings, const ProtocolRules& rules, std::shared_ptr<Tier> tier,
+               SlabRegistrar* registrar)
     : backend_(backend),
       rules_(rules),
-      tiers_(std::move(tiers)),
+      tier_(std::move(tier)),
       buffer_bytes_(settings.buffer_bytes),
       out_ring_(settings.num_out_buffers, settings.buffer_bytes, registrar),
       in_ring_(settings.num_in_buffers, settings.buffer_bytes, registrar) {}
 
-Pieces Spills::cut(std::uint64_t bytes, std::size_t num_tiers, std::size_t* tier) {
-  for (*tier = 0; *tier < std::min(num_tiers, tiers_.size()); ++*tier) {
-    Pieces pieces;
-    for (std::uint64_t offset = 0; offset < bytes; offset += buffer_bytes_) {
-      auto piece = std::make_shared<Piece>();
-      piece->offset = offset;
-      piece->bytes = std::min<std::uint64_t>(buffer_bytes_, bytes - offset);
-      piece->place = tiers_[*tier]->reserve(piece->bytes);
-      piece->tier = tiers_[*tier].get();
-      if (piece->place == nullptr) {
-        pieces.clear();
-        break;
-      }
-      pieces.push_back(std::move(piece));
+Pieces Spills::cut(std::uint64_t bytes) {
+  Pieces pieces;
+  for (std::uint64_t offset = 0; offset < bytes; offset += buffer_bytes_) {
+    auto piece = std::make_shared<Piece>();
+    piece->offset = offset;
+    piece->bytes = std::min<std::uint64_t>(buffer_bytes_, bytes - offset);
+    piece->place = tier_->reserve(piece->bytes);
+    if (piece->place == nullptr) {
+      return {};
     }
-    if (!pieces.empty()) {
-      return pieces;
-    }
+    pieces.push_back(std::move(piece));
   }
-  return {};
+  return pieces;
 }
 
 bool Spills::write_out(const PiecePtr& piece, Stream out, std::uintptr_t src) {
@@ -161,7 +154,7 @@ void Spills::begin_fills() {
 
 // Line 17.
 void Spills::begin_drain(const PiecePtr& piece) {
-  piece->drain = piece->tier->drain(piece->place, piece->bounce);
+  piece->drain = tier_->drain(piece->place, piece->bounce);
   piece->state = PieceState::kDraining;
   if (rules_.bounce_waits_for_drain) {
     draining_.push_back(piece);
@@ -200,7 +193,7 @@ void Spills::free_bounce(Piece* piece, bool with_write_out) {
 
 // Line 18.
 void Spills::begin_fill(Fetch fetch) {
-  fetch.fill = fetch.piece->tier->fill(fetch.piece->place, fetch.bounce, fetch.urgent);
+  fetch.fill = tier_->fill(fetch.piece->place, fetch.bounce, fetch.urgent);
   fetching_.push_back(std::move(fetch));
   if (!rules_.reload_waits_for_fill) {
     copy_in(&fetching_.back());

@@ -53,7 +53,6 @@ enum class PieceState { kCut, kInBounce, kDraining, kStored, kStuck };
 struct Piece {
   std::uint64_t offset = 0;
   std::size_t bytes = 0;
-  Tier* tier = nullptr;
   PlacePtr place;
   PieceState state = PieceState::kCut;
   std::byte* bounce = nullptr;  // holds the bytes unless they are stored
@@ -67,7 +66,7 @@ using Pieces = std::vector<PiecePtr>;
 
 struct SpillSettings {
   std::size_t buffer_bytes = std::size_t{4} << 20;
-  std::size_t num_out_buffers = 0;  // 0: no tier below pinned memory
+  std::size_t num_out_buffers = 0;  // 0: nothing passes to the tier
   std::size_t num_in_buffers = 0;
 };
 
@@ -81,14 +80,14 @@ struct SpillCounts {
 
 class Spills {
  public:
-  Spills(Backend* backend, const SpillSettings& settings, const ProtocolRules& rules,
-         std::vector<std::shared_ptr<Tier>> tiers, SlabRegistrar* registrar);
+  Spills(Backend* backend, const SpillSettings& settings, const ProtocolRules& rules, std::shared_ptr<Tier> tier,
+         SlabRegistrar* registrar);
 
-  // Both rings are mapped and pinned, if need be just now.
-  bool is_ready() { return out_ring_.num_buffers() > 0 && in_ring_.num_buffers() > 0; }
+  // There is a tier, and both rings are mapped and pinned, if need be just now.
+  bool is_ready() { return tier_ != nullptr && out_ring_.num_buffers() > 0 && in_ring_.num_buffers() > 0; }
 
-  // Cuts a tensor into pieces with space in the first tier that has it; empty if none has.
-  Pieces cut(std::uint64_t bytes, std::size_t num_tiers, std::size_t* tier);
+  // Cuts a tensor into pieces with space in the tier; empty if it has none.
+  Pieces cut(std::uint64_t bytes);
 
   // How many buffers a write-out could take without waiting.
   std::size_t num_free_buffers() { return out_ring_.num_free(); }
@@ -135,7 +134,7 @@ class Spills {
 
   Backend* const backend_;
   const ProtocolRules rules_;
-  const std::vector<std::shared_ptr<Tier>> tiers_;
+  const std::shared_ptr<Tier> tier_;
   const std::size_t buffer_bytes_;
   Ring out_ring_;
   Ring in_ring_;

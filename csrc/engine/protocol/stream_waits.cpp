@@ -4,15 +4,14 @@
 
 namespace actckpt {
 
-void StreamWaits::wait(Backend* backend, Stream stream, const EventPtr& event, const TimingPtr& timing) {
+void StreamWaits::wait(Backend* backend, Stream stream, const EventPtr& event) {
   EventPtr before = backend->record_timed(stream);
   backend->wait(stream, event);
   if (before == nullptr) {
     return;
   }
   EventPtr after = backend->record_timed(stream);
-  timing->begin();
-  waits_.push_back({std::move(before), std::move(after), timing});
+  waits_.push_back({std::move(before), std::move(after)});
 }
 
 StreamWaits::Sum StreamWaits::settle(Backend* backend) {
@@ -21,8 +20,6 @@ StreamWaits::Sum StreamWaits::settle(Backend* backend) {
     const Wait wait = std::move(waits_.front());
     waits_.pop_front();
     const double seconds = backend->seconds_between(wait.before, wait.after);
-    wait.timing->add_stall(seconds);
-    wait.timing->end();
     sum.seconds += seconds;
     sum.num_late += seconds >= kLateSeconds ? 1 : 0;
   }

@@ -1,7 +1,7 @@
 // Waits of streams, measured without anybody waiting for a figure.
 //
 // Contract: a wait is measured by a pair of events around it, read once both have passed.
-// Thread rule: the owner serialises. Ownership: shares the timings it fills in.
+// Thread rule: the owner serialises. Ownership: shares the events.
 
 #pragma once
 
@@ -15,8 +15,8 @@ namespace actckpt {
 
 class StreamWaits {
  public:
-  // `stream` waits for `event` on behalf of `timing`.
-  void wait(Backend* backend, Stream stream, const EventPtr& event, const TimingPtr& timing);
+  // `stream` waits for `event`.
+  void wait(Backend* backend, Stream stream, const EventPtr& event);
 
   // Adds up what has passed; returns the seconds, and how many waits were late.
   struct Sum {
@@ -29,7 +29,6 @@ class StreamWaits {
   struct Wait {
     EventPtr before;
     EventPtr after;
-    TimingPtr timing;
   };
   std::deque<Wait> waits_;
 };

@@ -84,23 +84,21 @@ def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: 
 
 
 @pytest.mark.parametrize("host", [8 * PAGE, 9 * PAGE, 100 * PAGE, 1 * MIB, 16 * MIB, 31 * MIB])
-def test_small_limits_pass_tensors_on_to_pageable_memory_and_disk(
+def test_small_limits_pass_tensors_on_to_disk(
     cuda: sim.MockCuda, folder: str, host: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = replace(
-        config.settings(), host_limit=host, pageable_limit=80 * MIB, spill_dir=folder, disk_limit=40 * MIB
-    )
-    places, _ = _put_all(cuda, settings, 4, 40 * MIB)
-    assert places == ["pageable", "pageable", "disk", "device"]
+    settings = replace(config.settings(), host_limit=host, spill_dir=folder, disk_limit=80 * MIB)
+    places, _ = _put_all(cuda, settings, 3, 40 * MIB)
+    assert places == ["disk", "disk", "device"]
     messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(messages) == 3 and "No store has room" in messages[-1]
+    assert len(messages) == 2 and "No store has room" in messages[-1]
 
 
 @pytest.mark.parametrize("host", [0, 1, PAGE, 8 * PAGE - 1])
 def test_no_pinned_memory_to_speak_of_keeps_tensors_with_one_warning(
-    cuda: sim.MockCuda, host: int, caplog: pytest.LogCaptureFixture
+    cuda: sim.MockCuda, folder: str, host: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = replace(config.settings(), host_limit=host, pageable_limit=1 << 30)
+    settings = replace(config.settings(), host_limit=host, spill_dir=folder)
     places, store = _put_all(cuda, settings, 3, 8 * PAGE)
     assert places == ["device"] * 3
     assert store.engine.stats().num_kept_full == 3
@@ -109,7 +107,7 @@ def test_no_pinned_memory_to_speak_of_keeps_tensors_with_one_warning(
 
 
 def test_nothing_below_pinned_memory_takes_no_bounce_buffers(cuda: sim.MockCuda) -> None:
-    settings = replace(config.settings(), host_limit=MIB, pageable_limit=0, spill_dir=None)
+    settings = replace(config.settings(), host_limit=MIB, spill_dir=None)
     places, store = _put_all(cuda, settings, 5, MIB // 4)
     assert places == ["pinned"] * 4 + ["device"]
     assert store.engine.stats().bounce_bytes == 0

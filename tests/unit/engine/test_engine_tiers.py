@@ -1,4 +1,4 @@
-"""Device tensors below pinned memory: pageable memory and disk through bounce buffers, over a mock driver.
+"""Device tensors below pinned memory: disk through bounce buffers, over a mock driver.
 
 Values and orders are judged by the simulator (test_engine_protocol.py); here stand the choices, figures and failures.
 """
@@ -9,6 +9,7 @@ import gc
 import os
 import random
 import sys
+import tempfile
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,7 @@ DEFAULT, OTHER = 0, 2
 class Rig:
     """An engine with little pinned memory and buffers of one page, half of them for each direction."""
 
-    def __init__(self, *, pinned: int = 0, pageable: int = 1 << 30, num_buffers: int = 4, **options: Any) -> None:
+    def __init__(self, *, pinned: int = 0, num_buffers: int = 4, **options: Any) -> None:
         self.cuda = sim.MockCuda()
         RIGS.append(self)
         self.released: list[object] = []
@@ -37,7 +38,7 @@ class Rig:
             limit_bytes=pinned,
             window_bytes=options.pop("window_bytes", 1 << 20),
             release=lambda keep, uses: released.append(keep),
-            pageable_limit=pageable,
+            spill_file=options.pop("spill_file") if "spill_file" in options else _C.SpillFile(tempfile.gettempdir()),
             bounce_bytes=2 * num_buffers * PAGE,
             buffer_bytes=PAGE,
             **options,
@@ -77,29 +78,28 @@ def _no_faults() -> Iterator[None]:
     gc.collect()
 
 
-def test_pinned_then_pageable_then_disk_then_the_device(folder: str) -> None:
-    rig = Rig(pinned=2 * PAGE, pageable=3 * PAGE, spill_file=_C.SpillFile(folder, limit_bytes=2 * PAGE))
+def test_pinned_then_disk_then_the_device(folder: str) -> None:
+    rig = Rig(pinned=2 * PAGE, spill_file=_C.SpillFile(folder, limit_bytes=3 * PAGE))
     tickets = []
-    for _ in range(7):
+    for _ in range(5):
         tickets.append(rig.put(Tensor()))
         rig.settle()
-    assert [ticket.tier for ticket in tickets] == ["pinned"] * 2 + ["pageable"] * 3 + ["disk"] * 2
+    assert [ticket.tier for ticket in tickets] == ["pinned"] * 2 + ["disk"] * 3
     assert rig.refuse(Tensor()) == _C.Kept.FULL
     figures = rig.engine.stats()
-    assert (figures.pageable_bytes, figures.disk_bytes, figures.num_kept_full) == (3 * PAGE, 2 * PAGE, 1)
+    assert (figures.disk_bytes, figures.num_kept_full) == (3 * PAGE, 1)
     assert rig.engine.pool_stats().pool_bytes + figures.bounce_bytes == (2 + 8) * PAGE
     for ticket in tickets:
         ticket.drop()
     rig.settle()
     figures = rig.engine.stats()
-    assert (figures.pageable_bytes, figures.disk_bytes, figures.num_live) == (0, 0, 0)
+    assert (figures.disk_bytes, figures.num_live) == (0, 0)
 
 
-def test_disk_is_used_only_if_allowed(folder: str) -> None:
-    rig = Rig(pageable=0, spill_file=_C.SpillFile(folder))
-    assert rig.refuse(Tensor(), may_use_disk=False) == _C.Kept.FULL
-    assert rig.put(Tensor()).tier == "disk"
-    assert Rig(pageable=0).refuse(Tensor()) == _C.Kept.FULL
+def test_without_a_file_nothing_goes_below_pinned_memory() -> None:
+    rig = Rig(spill_file=None)
+    assert rig.refuse(Tensor()) == _C.Kept.FULL
+    assert rig.engine.stats().bounce_bytes == 0
 
 
 def test_the_source_goes_once_the_bounce_buffer_has_it() -> None:
@@ -133,8 +133,7 @@ def test_a_get_before_the_workers_are_done_waits_and_is_counted() -> None:
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)  # waits in the engine until workers filled two buffers
-    assert ticket.timing.stall_seconds > 0
-    assert rig.engine.stats().stall_seconds == pytest.approx(ticket.timing.stall_seconds, abs=2e-9)  # it counts ns
+    assert rig.engine.stats().stall_seconds > 0
     assert rig.engine.stats().num_prefetched == 0
 
 
@@ -147,7 +146,6 @@ def test_a_prefetch_in_time_is_no_stall() -> None:
     assert ticket.get(0, DEFAULT) == (buffer, False)
     rig.settle()
     assert rig.engine.stats().num_prefetched == 1
-    assert ticket.timing.is_settled
 
 
 def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
@@ -155,8 +153,8 @@ def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
     assert rig.refuse(Tensor(5), must=False) == _C.Kept.BUSY
     ticket = rig.put(Tensor(5))
     figures = rig.engine.stats()
-    assert (figures.num_host_waits, figures.num_kept_busy, figures.pageable_bytes) == (1, 1, 5 * PAGE)
-    assert figures.host_wait_seconds > 0 and ticket.timing.stall_seconds > 0
+    assert (figures.num_host_waits, figures.num_kept_busy, figures.disk_bytes) == (1, 1, 5 * PAGE)
+    assert 0 < figures.host_wait_seconds <= figures.stall_seconds
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)
@@ -168,7 +166,7 @@ def test_a_full_ring_keeps_without_waiting_under_prefer() -> None:
     assert rig.refuse(Tensor(), must=False) == _C.Kept.BUSY
     rig.settle()
     second = rig.put(Tensor(), must=False)
-    assert first.tier == second.tier == "pageable" and rig.engine.stats().num_host_waits == 0
+    assert first.tier == second.tier == "disk" and rig.engine.stats().num_host_waits == 0
 
 
 def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_ahead() -> None:
@@ -182,7 +180,7 @@ def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None
     io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at = 0
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
+    rig = Rig(num_buffers=2, spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     figures = rig.engine.stats()
@@ -202,7 +200,7 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
     io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, 5
     io.set(faults)
-    rig = Rig(pageable=0, num_buffers=2, spill_file=sim.spill_file(folder, io))
+    rig = Rig(num_buffers=2, spill_file=sim.spill_file(folder, io))
     tensor = Tensor(5)
     assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     rig.settle()
@@ -214,7 +212,7 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
 
 def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
     io, faults = sim.FaultyFileIo(), sim.Faults()
-    rig = Rig(pageable=0, spill_file=sim.spill_file(folder, io))
+    rig = Rig(spill_file=sim.spill_file(folder, io))
     ticket = rig.put(Tensor(2))
     rig.settle()
     faults.alter_read_at = PAGE + 5
@@ -246,7 +244,7 @@ def test_dropping_while_workers_are_in_it_frees_everything_later() -> None:
     assert alive() is None  # no copy into it had begun
     rig.settle()
     figures = rig.engine.stats()
-    assert (figures.num_live, figures.pageable_bytes, figures.graveyard_bytes, figures.stuck_bytes) == (0, 0, 0, 0)
+    assert (figures.num_live, figures.disk_bytes, figures.graveyard_bytes, figures.stuck_bytes) == (0, 0, 0, 0)
     full = [rig.put(Tensor()) for _ in range(4)]  # all buffers are back
     assert rig.engine.stats().num_host_waits == 0 and len(full) == 4
 
@@ -290,14 +288,12 @@ def test_stream_waits_are_measured_once_they_have_passed() -> None:
     rig.settle()
     buffer = rig.load(ticket)
     assert ticket.get(0, DEFAULT) == (buffer, False)  # the stream waits for a copy that has not run
-    assert not ticket.timing.is_settled and ticket.timing.stall_seconds == 0
-    timing = ticket.timing
+    assert rig.engine.stats().stall_seconds == 0
     ticket.drop()
     del ticket
     rig.settle()
-    assert timing.is_settled and timing.is_late and timing.stall_seconds >= 1e-3  # the mock's unit
     assert rig.engine.stats().num_late == 1
-    assert rig.engine.stats().stall_seconds == pytest.approx(timing.stall_seconds, abs=2e-9)
+    assert rig.engine.stats().stall_seconds >= 1e-3  # the mock's unit
 
 
 def test_the_graveyard_counts_toward_the_window() -> None:
@@ -318,7 +314,7 @@ def test_the_graveyard_counts_toward_the_window() -> None:
 def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) -> None:
     """Of many sizes, over every tier, some never read, some dropped while they are copied."""
     file = _C.SpillFile(folder, limit_bytes=64 * PAGE)
-    rig = Rig(pinned=16 * PAGE, pageable=16 * PAGE, spill_file=file, window_bytes=8 * PAGE)
+    rig = Rig(pinned=16 * PAGE, spill_file=file, window_bytes=8 * PAGE)
     sizes = random.Random(3)
     used: set[str] = set()
 
@@ -339,7 +335,7 @@ def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) ->
         pool, figures = rig.engine.pool_stats(), rig.engine.stats()
         return {
             "pool": pool.pool_bytes,
-            "stored": pool.stored_bytes + figures.pageable_bytes + figures.disk_bytes + figures.graveyard_bytes,
+            "stored": pool.stored_bytes + figures.disk_bytes + figures.graveyard_bytes,
             "live": figures.num_live + figures.inflight_bytes,
             "bounce": figures.bounce_bytes,
             "file": file.stats().file_bytes,
@@ -353,21 +349,21 @@ def test_2000_steps_leave_pool_file_threads_and_descriptors_flat(folder: str) ->
     for number in range(2000):
         step(number)
     after = held()
-    assert used == {"pinned", "pageable", "disk"} and after["stored"] == after["live"] == 0
+    assert used == {"pinned", "disk"} and after["stored"] == after["live"] == 0
     assert after.pop("pool") <= 16 * PAGE and after.pop("file") <= 64 * PAGE
     assert after == {name: before[name] for name in after}
     assert rig.engine.stats().peak_inflight_bytes <= (8 + 8) * PAGE, "the window and one tensor"
 
 
-def test_stats_add_up_all_tiers(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_add_up_pinned_memory_and_disk(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_stores", {})
     actckpt.reset_stats()
-    rig = Rig(pinned=PAGE, pageable=PAGE, spill_file=_C.SpillFile(folder))
+    rig = Rig(pinned=PAGE, spill_file=_C.SpillFile(folder))
     monkeypatch.setitem(stores._stores, "cuda", (config.generation, DeviceStore(rig.engine, sim.OneStream("cuda"))))
     tickets = [rig.put(Tensor()) for _ in range(3)]
     rig.settle()
     found = actckpt.stats()
-    assert (found.host_bytes, found.pageable_bytes, found.disk_bytes) == (9 * PAGE, PAGE, PAGE)
+    assert (found.host_bytes, found.disk_bytes) == (9 * PAGE, 2 * PAGE)
     assert (found.store_bytes, found.peak_store_bytes, found.inflight_bytes) == (3 * PAGE, 3 * PAGE, 0)
     buffer = rig.load(tickets[1])
     assert tickets[1].get(0, DEFAULT) == (buffer, False)

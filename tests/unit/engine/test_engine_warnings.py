@@ -127,13 +127,13 @@ def test_what_prefer_keeps_is_counted_only(
     assert warnings(caplog) == []
 
 
-def test_each_tier_below_pinned_memory_and_a_full_disk_below_it_warn_once(
+def test_a_disk_below_pinned_memory_and_a_full_one_warn_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tickets = [SimpleNamespace(tier=tier) for tier in ("pinned", "pageable", "pageable", "disk", "disk")]
+    tickets = [SimpleNamespace(tier=tier) for tier in ("pinned", "disk", "disk")]
     assert put_all(monkeypatch, list(tickets)) == tickets
-    pageable, disk, full = warnings(caplog)
-    assert "pageable memory" in pageable and "the spill file" in disk and "is full" in full
+    disk, full = warnings(caplog)
+    assert "the spill file" in disk and "is full" in full
 
 
 def test_a_failed_device_call_warns_once_and_names_it(

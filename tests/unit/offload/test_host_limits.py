@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actckpt._offload.limits import default_host_limit, default_pageable_limit
+from actckpt._offload.limits import default_host_limit
 
 GIB = 1 << 30
 
@@ -60,10 +60,3 @@ def test_an_overrun_group_leaves_nothing(tmp_path: Path) -> None:
 
 def test_this_machine_has_a_limit() -> None:
     assert default_host_limit() > 0
-
-
-def test_pageable_memory_takes_what_pinned_leaves_of_three_quarters(tmp_path: Path) -> None:
-    root = tree(tmp_path, meminfo(8))
-    assert default_pageable_limit(4 * GIB, root, {}) == 2 * GIB
-    assert default_pageable_limit(1 * GIB, root, {"LOCAL_WORLD_SIZE": "2"}) == 2 * GIB
-    assert default_pageable_limit(7 * GIB, root, {}) == 0

@@ -166,21 +166,19 @@ def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_st
         module: where the store is: that of the package, or one that was made from it.
     """
     own = random.Random(seed)
-    is_small, has_disk = own.random() < 0.5, own.random() < 0.5
-    file, io = None, sim.FaultyFileIo()
-    if is_small and has_disk:
+    is_small, fails = own.random() < 0.5, own.random() < 0.5
+    io = sim.FaultyFileIo()
+    if is_small and fails:
         failing = sim.Faults()
         failing.fail_write_at, failing.write_errno = own.randrange(20), errno.EIO
         io.set(failing)
-        file = sim.spill_file(folder, io)
     accelerator = Simulated()
     engine = _C.DeviceEngine.cuda(
         driver=sim.driver_without(device.library_path, rule),
         limit_bytes=own.choice([1 << 15, 1 << 17]) if is_small else 1 << 22,
         window_bytes=own.choice([1 << 13, 1 << 15, 1 << 17]),
         release=partial(module.record_streams, accelerator),
-        pageable_limit=0 if file is not None else 1 << 24,
-        spill_file=file,
+        spill_file=sim.spill_file(folder, io),
         bounce_bytes=1 << 18,
         buffer_bytes=1 << 14,
         num_workers=0,

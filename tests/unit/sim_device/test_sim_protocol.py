@@ -10,6 +10,7 @@ import ast
 import gc
 import inspect
 import re
+import tempfile
 import typing
 from contextlib import nullcontext
 from pathlib import Path
@@ -166,7 +167,11 @@ def model() -> nn.Module:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("settings", [{}, {"host_limit": 1 << 20, "max_inflight": 1 << 16}], ids=["pinned", "pageable"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"host_limit": 1 << 20, "spill_dir": tempfile.gettempdir(), "max_inflight": 1 << 16}],
+    ids=["pinned", "disk"],
+)
 def test_offloading_gives_the_gradients_of_plain_training(
     model: nn.Module, seed: int, settings: dict[str, Any]
 ) -> None:

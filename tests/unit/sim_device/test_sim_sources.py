@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,7 +34,7 @@ _ENLARGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 }
 
 
-@pytest.fixture(params=[{}, {"host_limit": 1 << 16}], ids=["pinned", "pageable"])
+@pytest.fixture(params=[{}, {"host_limit": 1 << 16, "spill_dir": tempfile.gettempdir()}], ids=["pinned", "disk"])
 def _offloading(request: pytest.FixtureRequest) -> Iterator[None]:
     with offloading(**request.param):
         yield

@@ -14,7 +14,7 @@
 #include "eager_backend.h"
 #include "engine/errors.h"
 #include "engine/protocol/device_engine.h"
-#include "engine/tiers/tiers.h"
+#include "engine/tiers/disk_tier.h"
 #include "sim/faulty_file_io.h"
 
 namespace actckpt {
@@ -32,13 +32,10 @@ struct Rig {
   explicit Rig(const std::string& folder, std::shared_ptr<FileIo> io = nullptr) {
     PoolConfig pinned;
     pinned.limit_bytes = 3 * kGranule;
-    PoolConfig pageable;
-    pageable.limit_bytes = std::uint64_t{1} << 20;
     SpillConfig spill;
     spill.folder = folder;
     Below below;
-    below.tiers.push_back(std::make_shared<PageableTier>(std::make_shared<Pool>(pageable), workers));
-    below.tiers.push_back(std::make_shared<DiskTier>(std::make_shared<SpillFile>(spill, std::move(io)), workers));
+    below.tier = std::make_shared<DiskTier>(std::make_shared<SpillFile>(spill, std::move(io)), workers);
     below.wake = [this] { workers->wake(); };
     DeviceConfig config;
     config.window_bytes = 100'000;
@@ -92,8 +89,7 @@ class DeviceUser {
     Bytes expected = *owner;
     const std::uintptr_t src = reinterpret_cast<std::uintptr_t>(owner->data());
     auto* const keep = new Owner(std::move(owner));
-    const PutOptions options{rng_() % 2 == 0, 2};
-    const Put put = engine_->put(src, expected.size(), stream_, keep, options, &releases_);
+    const Put put = engine_->put(src, expected.size(), stream_, keep, rng_() % 2 == 0, &releases_);
     if (!put.holds_keep) {
       delete keep;
     }
@@ -181,8 +177,8 @@ void check_nothing_is_left(Rig* rig) {
   CHECK(stats.num_live == 0);
   CHECK(stats.graveyard_bytes == 0);
   CHECK(stats.spill.stuck_bytes == 0);
-  CHECK(stats.tier_bytes[0] == 0 && stats.tier_bytes[1] == 0);
-  CHECK(stats.num_tier_puts[0] > 0);
+  CHECK(stats.tier_bytes == 0);
+  CHECK(stats.num_tier_puts > 0);
 }
 
 }  // namespace
@@ -211,7 +207,7 @@ void test_close_during_copies(const std::string& folder) {
   std::vector<Bytes> sources(8, Bytes(60'000));  // outlive the engine, which keeps what may be read
   for (Bytes& source : sources) {
     const Put put = rig->engine->put(reinterpret_cast<std::uintptr_t>(source.data()), source.size(), {0, 1}, &source,
-                                     {true, 2}, &releases);
+                                     true, &releases);
     CHECK(put.ticket != nullptr);
     tickets.push_back(put.ticket);
   }

@@ -1,7 +1,6 @@
-#include "engine/tiers/tiers.h"
+#include "engine/tiers/disk_tier.h"
 
 #include <atomic>
-#include <cstring>
 #include <optional>
 #include <utility>
 
@@ -38,12 +37,6 @@ class WorkerHaul : public Haul {
   HaulError error_;  // written before has_ended_
 };
 
-struct PooledPlace : Place {
-  PooledPlace(std::shared_ptr<Pool> p, Block b) : pool(std::move(p)), block(std::move(b)) {}
-  const std::shared_ptr<Pool> pool;
-  const Block block;
-};
-
 struct SpilledPlace : Place {
   SpilledPlace(std::shared_ptr<SpillFile> f, SpillBlock b) : file(std::move(f)), block(std::move(b)) {}
   const std::shared_ptr<SpillFile> file;
@@ -51,33 +44,6 @@ struct SpilledPlace : Place {
 };
 
 }  // namespace
-
-PlacePtr PageableTier::reserve(std::size_t bytes) {
-  std::optional<Block> block = pool_->try_allocate(bytes);
-  return block.has_value() ? std::make_shared<PooledPlace>(pool_, std::move(*block)) : nullptr;
-}
-
-HaulPtr PageableTier::drain(const PlacePtr& place, std::byte* bounce) {
-  auto own = std::static_pointer_cast<PooledPlace>(place);
-  return WorkerHaul::begin(workers_.get(), false, [own = std::move(own), bounce] {
-    const std::byte* from = bounce;
-    for (const Segment& segment : own->block.segments()) {
-      std::memcpy(segment.ptr, from, segment.bytes);
-      from += segment.bytes;
-    }
-  });
-}
-
-HaulPtr PageableTier::fill(const PlacePtr& place, std::byte* bounce, bool urgent) {
-  auto own = std::static_pointer_cast<PooledPlace>(place);
-  return WorkerHaul::begin(workers_.get(), urgent, [own = std::move(own), bounce] {
-    std::byte* to = bounce;
-    for (const Segment& segment : own->block.segments()) {
-      std::memcpy(to, segment.ptr, segment.bytes);
-      to += segment.bytes;
-    }
-  });
-}
 
 PlacePtr DiskTier::reserve(std::size_t bytes) {
   std::optional<SpillBlock> block = file_->try_reserve(bytes);
