@@ -38,7 +38,7 @@ __all__ = ["Audit", "begin", "count_call_of_module", "is_due"]
 #: What nodes call saved tensors that their operators fill after autograd has saved them, or in part.
 _NOT_WRITTEN = frozenset(
     {
-        *("noise", "dropout_state"),
+        *("noise", "dropout_state", "running_mean", "running_var"),
         *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
     }
 )
