@@ -14,6 +14,7 @@ namespace actckpt {
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
   X(args, "args") \
+  X(ask_policy, "ask_policy") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
   X(buffers, "_buffers") \
@@ -25,7 +26,6 @@ namespace actckpt {
   X(cpu, "cpu") \
   X(cuda, "cuda") \
   X(data, "data") \
-  X(decide, "decide") \
   X(default_action, "default") \
   X(detach, "detach") \
   X(device, "device") \
@@ -49,6 +49,7 @@ namespace actckpt {
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
   X(is_full_backward_hook, "_is_full_backward_hook") \
+  X(is_obtainable, "is_obtainable") \
   X(is_plain, "is_plain") \
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
@@ -60,10 +61,12 @@ namespace actckpt {
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
   X(module, "__module__") \
   X(modules, "_modules") \
+  X(move, "offload") /* of a tape */ \
   X(name, "name") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
+  X(note_opaque, "note_opaque") \
   X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
@@ -89,6 +92,7 @@ namespace actckpt {
   X(why_input, "an input of the region")                 /* what reports say of inputs */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
+  X(why_routing, "it says where data goes, or how much of it") /* NOTE [ Routing ] */ \
   X(why_unreadable, \
     "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
 
