@@ -89,7 +89,8 @@ namespace actckpt {
   X(unpack, "unpack") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
-  X(why_input, "an input of the region")                 /* what reports say of inputs */ \
+  X(why_inference, "made from an inference tensor: nobody tells when it changes") \
+  X(why_input, "an input of the region") /* what reports say of inputs */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
   X(why_routing, "it says where data goes, or how much of it") /* NOTE [ Routing ] */ \
@@ -165,7 +166,7 @@ namespace actckpt {
   X(strided)             /* torch.strided */ \
   X(uint8)               /* torch.uint8 */ \
   X(describe)            /* func -> Operator, or HigherOrder */ \
-  X(record_special)      /* (tape, operator, args, kwargs) -> result */ \
+  X(record_special)      /* (tape, operator, args, kwargs, action or None) -> result */ \
   X(note_wrappers)       /* (tape, arguments) */ \
   X(hold_indices)        /* (tape, operator, args, kwargs or None) */ \
   X(begin_audit)         /* (tape, handle, place, tensor) */ \
@@ -188,7 +189,6 @@ namespace actckpt {
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
   X(offload)             /* Action.OFFLOAD */ \
-  X(why_inference)       /* what reports say of what is made from inference tensors */ \
   X(below_autograd) \
   X(keeps_graph) \
   X(any_autocast_enabled) \

@@ -59,9 +59,7 @@ void note_outcome(EntryObject* entry, const ValueObject* value, const Outcome& o
   const bool stays_by_rule = value->is_input != 0 || value->why_opaque == names().why_routing;
   const bool has_reason = PyObject_IsTrue(outcome.why.ptr()) == 1;
   assign(entry->action, outcome.action);
-  assign(entry->why, has_reason      ? outcome.why.ptr()
-                     : stays_by_rule ? value->why_opaque
-                                     : names().no_reason);
+  assign(entry->why, has_reason ? outcome.why.ptr() : stays_by_rule ? value->why_opaque : names().no_reason);
 }
 
 }  // namespace
@@ -92,8 +90,10 @@ void add_decide_functions(py::module_& module) {
   module.def("decide", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
     decide(as_tape(tape), as_value(value), tensor.ptr());
   });
-  module.def("can_replay",
-             [](const py::handle& tape, const py::handle& value) { return can_replay(as_tape(tape), as_value(value)); });
+  module.def("can_replay", [](const py::handle& tape, const py::handle& value) {
+    return can_replay(as_tape(tape), as_value(value));
+  });
+  module.attr("WHY_INFERENCE") = py::reinterpret_borrow<py::object>(names().why_inference);
   module.attr("WHY_ROUTING") = py::reinterpret_borrow<py::object>(names().why_routing);
 }
 
