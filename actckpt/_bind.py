@@ -130,7 +130,6 @@ NAMES: dict[str, Any] = {
     "keep": Action.KEEP,
     "offload": Action.OFFLOAD,
     "recompute": Action.RECOMPUTE,
-    "why_inference": aliases.WHY_INFERENCE,
     "below_autograd": torch_private.below_autograd,
     "keeps_graph": torch_private.keeps_graph,
     "any_autocast_enabled": torch_private.any_autocast_enabled,

@@ -21,7 +21,6 @@ from actckpt._replay.paused import Paused
 from actckpt.errors import SavedTensorChangedError
 
 __all__ = [
-    "WHY_INFERENCE",
     "Roots",
     "Seen",
     "Watched",
@@ -34,9 +33,6 @@ __all__ = [
     "resized_error",
     "watch_roots",
 ]
-
-#: Why what is made from an inference tensor is never made again: it has no version.
-WHY_INFERENCE = "made from an inference tensor: nobody tells when it changes"
 
 #: A subclass, and its version when the region closed.
 Witness = tuple[weakref.ref[Tensor], int]

@@ -95,8 +95,10 @@ class WatchingRecorder(Recorder):
 setattr(Recorder, "__torch_dispatch__", _C.torch_dispatch)  # noqa: B010 - mypy takes it for a method
 
 
-def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Record an operator that writes, draws, allocates or communicates."""
+def record_special(
+    tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None, action: Action | None
+) -> Any:
+    """Record an operator that writes, draws, allocates or communicates; `action`: None where results have their own."""
     choice, kwargs = tape.choice, kwargs or {}
     inputs: list[Value] = []
     num_untold = tape.num_untold
@@ -122,7 +124,8 @@ def record_special(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs
         increment_version([tensor for tensor in written if not tensor.is_inference()])
     if generators is not None and not _has_moved(generators):
         step.random = None
-    action = choice.after_call(operator.func, args, kwargs, result) if choice.asks_calls else choice.of(operator.name)
+    if choice.asks_calls:
+        action = choice.after_call(operator.func, args, kwargs, result)
     for tensor, value in zip(written, old, strict=True):
         _end_write(tape, step, tensor, value, action, why_opaque)
     for tensor in hidden:

@@ -20,9 +20,10 @@ from typing import Any
 
 from torch import Tensor
 
+from actckpt._C import WHY_ROUTING
 from actckpt._replay.lineage import Value
 from actckpt._replay.operators import Operator
-from actckpt._replay.tape import WHY_ROUTING, Tape
+from actckpt._replay.tape import Tape
 from actckpt.action import Action
 
 __all__ = ["hold_indices"]
@@ -53,23 +54,17 @@ def _hold(tape: Tape, tensor: Tensor) -> None:
         made_of = value.step.inputs if value.step is not None else ()
         pending += [root for each in made_of if (root := _root(tape, each)) is not None]
         if value.held is None and value.stored is None:
-            value.why_opaque = WHY_ROUTING
             _keep(tape, value, tensor)
-            value.step = None
 
 
 def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
     """Keep a value of which `tensor` holds the bytes, though it was to be dropped."""
-    if not value.was_saved:
-        value.action, value.held = Action.KEEP, tensor
-        tape.holding.append(value)
-        return
-    if value.action is Action.RECOMPUTE and value.step is not None:
+    if value.action is Action.RECOMPUTE and value.was_saved and value.step is not None:
         tape.recompute_bytes -= value.nbytes
-    value.action = Action.KEEP
-    value.spare = None
+    value.action, value.held, value.spare, value.step = Action.KEEP, tensor, None, None
+    value.why_opaque = WHY_ROUTING
+    tape.holding.append(value)
     tape.late_audits.pop(value, None)
-    tape.hold(value, tensor, Action.KEEP)
     if value.entry is not None:
         value.entry.action, value.entry.why = Action.KEEP, WHY_ROUTING
 

@@ -57,7 +57,7 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
     value = tape.value_of(tensor)
     assert value is not None
     if not value.num_handles:
-        tape.decide(value, tensor)
+        _C.decide(tape, value, tensor)
     handle.window = window_of(tensor, value)
     handle.alias = None
     handle.audit = None

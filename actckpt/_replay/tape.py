@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import EngineError, Moved, add_entry, look_at, value_of
+from actckpt._C import EngineError, Moved, look_at, value_of
 from actckpt._core import checksums, torch_private
 from actckpt._core.checksums import compact
 from actckpt._core.counters import counters
@@ -20,18 +20,16 @@ from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
-from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread, mark_needed, new_leaf_bytes
+from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread
 from actckpt._replay.paused import Paused, whole
 from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["COMPILED", "WHY_ROUTING", "Tape"]
+__all__ = ["COMPILED", "Tape"]
 
 #: Why what compiled code returns or saves is not replayed.
 COMPILED = "made by compiled code"
-#: The same of what decides where data goes (NOTE [ Routing ]).
-WHY_ROUTING = "it says where data goes, or how much of it"
 
 
 class Tape(TapeCore):
@@ -146,7 +144,7 @@ class Tape(TapeCore):
         """Look at a value through another tensor with a version counter of its own than the last time."""
         if tensor.is_inference():
             self.num_untold += 1
-            self.why_untold = aliases.WHY_INFERENCE
+            self.why_untold = _C.WHY_INFERENCE
             return known.value
         if self.roots is None:
             self.roots = weakref.WeakKeyDictionary()
@@ -270,55 +268,23 @@ class Tape(TapeCore):
         for begin in self.late_audits.pop(value, ()):
             begin()
 
-    def decide(self, value: Value, tensor: Tensor) -> None:
-        """Decide what becomes of a value that autograd saves for the first time."""
-        action = value.action
-        why = ""
-        entry = None
-        if self.entries is not None and not value.is_parameter:
-            entry = add_entry(self, value, tensor)
-        if action is None:
-            asked = None if value.choice is None else value.choice.for_value
-            action = value.action = Action.KEEP if asked is None else asked(self.info_of(value, tensor))
-        self.saved.append(weakref.ref(value))
-        if action is Action.RECOMPUTE and not self.can_replay(value):
-            action = Action.KEEP
-            why = value.why_opaque or "what it was made from was overwritten"
-            if not value.is_input:
-                counters.add("kept_opaque", 1)
-                self.opaque_bytes += value.nbytes
-                if value.why_opaque is COMPILED:
-                    self.compiled_bytes += value.nbytes
-        elif action is Action.RECOMPUTE:
-            self.recompute_bytes += value.nbytes
-        if action is not Action.RECOMPUTE:
-            action, why_not_moved = self.hold(value, tensor, action)
-            why = why or why_not_moved
-        if entry is not None:
-            stays_by_rule = value.is_input or value.why_opaque is WHY_ROUTING
-            entry.action, entry.why = action, why or (value.why_opaque if stays_by_rule else "")
-        if action is not Action.RECOMPUTE:
-            return
-        if not value.needs_collective and new_leaf_bytes(value, value.nbytes) > value.nbytes:
-            value.spare = tensor
-            self.candidates.append(value)
-        else:
-            mark_needed(value)
+    def ask_policy(self, value: Value, tensor: Tensor) -> Action:
+        """Return what the policy says of a value that autograd saves for the first time, where no operator decided."""
+        asked = None if value.choice is None else value.choice.for_value
+        return Action.KEEP if asked is None else asked(self.info_of(value, tensor))
 
-    def hold(self, value: Value, tensor: Tensor, action: Action) -> tuple[Action, str]:
-        """Keep or move a value; returns what became of it, and why it was not moved although the policy says so."""
-        value.step = None
-        if action is not Action.KEEP:
-            why = self.offload(value, tensor)
-            if value.stored is not None:
-                return (Action.KEEP if why else Action.OFFLOAD), why
-        else:
-            why = ""
-        if value.held is None:
-            self.holding.append(value)
-        if not value.is_parameter:
-            value.held = tensor  # tells of later changes as autograd would: aliases may count their own (`Tensor.data`)
-        return Action.KEEP, why
+    def note_opaque(self, value: Value) -> str:
+        """Count a value that is kept although it is to be recomputed; return why."""
+        if not value.is_input:
+            counters.add("kept_opaque", 1)
+            self.opaque_bytes += value.nbytes
+            if value.why_opaque is COMPILED:
+                self.compiled_bytes += value.nbytes
+        return value.why_opaque or "what it was made from was overwritten"
+
+    def is_obtainable(self, value: Value) -> bool:
+        """Whether a value can be made from what was not lost."""
+        return self.obtainable.has(value)
 
     def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
         """Return what a policy is told about a value."""
@@ -331,7 +297,7 @@ class Tape(TapeCore):
             nbytes=value.nbytes,
             is_input=value.is_input,
             is_parameter=value.is_parameter,
-            replayable=self.can_replay(value),
+            replayable=_C.can_replay(self, value),
             module=value.module or self.site.modules.get(value.key),
             place=self.place_of(value),
         )
@@ -341,12 +307,6 @@ class Tape(TapeCore):
         if value.module is None or value.operator is None:
             return None
         return Place(value.module, value.operator.name, value.occurrence, value.result, value.call)
-
-    def can_replay(self, value: Value) -> bool:
-        """Whether a value can be made again, as things stand."""
-        if value.step is None or value.why_opaque:
-            return False
-        return self.num_lost == 0 or self.obtainable.has(value)
 
 
 def _expanded(packed: Moved, shape: torch.Size) -> Tensor:

@@ -27,6 +27,7 @@
 #include "offload/store.h"
 #include "record/arguments.h"
 #include "record/closing.h"
+#include "record/decide.h"
 #include "record/dispatch.h"
 #include "record/known_storages.h"
 #include "record/module_calls.h"
@@ -91,6 +92,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_dispatch_functions(module);
   actckpt::replay::add_window_functions(module);
   actckpt::replay::add_execute_functions(module);
+  actckpt::replay::add_decide_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_closing_functions(module);
   actckpt::replay::add_unpack_functions(module);

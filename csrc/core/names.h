@@ -14,6 +14,7 @@ namespace actckpt {
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
   X(around, "around") \
+  X(ask_policy, "ask_policy") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
   X(begin_rerun, "begin_rerun") \
@@ -27,7 +28,6 @@ namespace actckpt {
   X(cpu, "cpu") \
   X(cuda, "cuda") \
   X(data, "data") \
-  X(decide, "decide") \
   X(default_action, "default") \
   X(detach, "detach") \
   X(device, "device") \
@@ -49,6 +49,7 @@ namespace actckpt {
   X(is_away, "is_away") \
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
+  X(is_obtainable, "is_obtainable") \
   X(is_plain, "is_plain") \
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
@@ -58,12 +59,14 @@ namespace actckpt {
   X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
   X(modules, "_modules") \
+  X(move, "offload") /* of a tape */ \
   X(name, "name") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
   X(note, "note") \
   X(note_again, "note_again") \
+  X(note_opaque, "note_opaque") \
   X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
@@ -85,9 +88,11 @@ namespace actckpt {
   X(wants_another_run, "wants_another_run") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
-  X(why_input, "an input of the region")                 /* what reports say of inputs */ \
+  X(why_inference, "made from an inference tensor: nobody tells when it changes") \
+  X(why_input, "an input of the region") /* what reports say of inputs */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
+  X(why_routing, "it says where data goes, or how much of it") /* NOTE [ Routing ] */ \
   X(why_unreadable, \
     "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
 
@@ -154,7 +159,7 @@ namespace actckpt {
   X(strided)             /* torch.strided */ \
   X(uint8)               /* torch.uint8 */ \
   X(describe)            /* func -> Operator, or HigherOrder */ \
-  X(record_special)      /* (tape, operator, args, kwargs) -> result */ \
+  X(record_special)      /* (tape, operator, args, kwargs, action or None) -> result */ \
   X(note_wrappers)       /* (tape, arguments) */ \
   X(hold_indices)        /* (tape, operator, args, kwargs or None) */ \
   X(begin_audit)         /* (tape, handle, place, tensor) */ \
@@ -177,7 +182,6 @@ namespace actckpt {
   X(recompute)           /* Action.RECOMPUTE */ \
   X(keep)                /* Action.KEEP */ \
   X(offload)             /* Action.OFFLOAD */ \
-  X(why_inference)       /* what reports say of what is made from inference tensors */ \
   X(below_autograd) \
   X(keeps_graph) \
   X(any_autocast_enabled) \

@@ -94,9 +94,10 @@ py::object recorded(TapeObject* tape, const Overload& overload, PyObject* args, 
   if (overload.is_plain || (overload.is_plain_if_kept && stays_always(tape, overload))) {
     return record_plain(tape, overload, args, kwargs);
   }
+  const py::object action = facts_of_choice(tape).asks_calls != 0 ? py::none() : action_of(tape, overload);
   PyObject* special[] = {reinterpret_cast<PyObject*>(tape), overload.op.ptr(), args,
-                         kwargs == nullptr ? Py_None : kwargs};
-  return owned(PyObject_Vectorcall(names().record_special, special, 4, nullptr));
+                         kwargs == nullptr ? Py_None : kwargs, action.ptr()};
+  return owned(PyObject_Vectorcall(names().record_special, special, 5, nullptr));
 }
 
 // dispatch(recorder, func, types, args, kwargs=None): a recorder's __torch_dispatch__.

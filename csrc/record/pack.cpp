@@ -10,6 +10,7 @@
 #include "graph/window.h"
 #include "offload/handles.h"
 #include "record/arguments.h"
+#include "record/decide.h"
 #include "record/known_storages.h"
 #include "record/module_calls.h"
 #include "record/paused.h"
@@ -17,33 +18,6 @@
 
 namespace actckpt::replay {
 namespace {
-
-// Decides what becomes of a value that autograd saves for the first time. False: `Tape.decide` has to.
-bool decided(TapeObject* tape, ValueObject* value, PyObject* tensor) {
-  if (is_none(value->action) || tape->num_lost != 0) return false;
-  const bool recomputes = value->action == names().recompute;
-  if (recomputes) {
-    if (is_none(value->step) || PyObject_IsTrue(value->why_opaque) == 1) return false;
-    if (value->needs_collective == 0 && new_leaf_bytes(value, value->nbytes) > value->nbytes) return false;
-    mark_needed(value);
-    tape->recompute_bytes += value->nbytes;
-  } else if (value->action == names().keep && !is_none(value->held) &&
-             (value->is_input != 0 || PyObject_IsTrue(value->why_opaque) == 0)) {
-    assign(value->step, Py_None);
-    // Tells of later changes as autograd would: aliases may count their own (`Tensor.data`).
-    if (value->is_parameter == 0) assign(value->held, tensor);
-  } else {
-    return false;
-  }
-  const auto reference = py::reinterpret_steal<py::object>(untracked(PyWeakref_NewRef(as_object(value), nullptr)));
-  append(tape->saved, reference.ptr());
-  if (!is_none(tape->entries) && value->is_parameter == 0) {
-    EntryObject* entry = add_entry(tape, value, tensor);
-    assign(entry->action, value->action);
-    if (value->is_input != 0) assign(entry->why, value->why_opaque);
-  }
-  return true;
-}
 
 // Lets a dropped tensor leave a checksum, unless its place has come back right (Rule 6 of NOTE [ Replay ]).
 void audit(TapeObject* tape, PyObject* handle, PyObject* tensor) {
@@ -81,10 +55,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (value->was_saved == 0) {
       value->was_saved = 1;
       look_at_saver(tape, value, tensor);
-      if (!decided(tape, value, tensor)) {
-        PyObject* both[] = {arguments[0], found.ptr(), tensor};
-        const auto done = owned(PyObject_VectorcallMethod(names().decide, both, 3, nullptr));
-      }
+      decide(tape, value, tensor);
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
     if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
@@ -103,10 +74,6 @@ void add_pack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  module.def("add_entry", [](const py::handle& tape, const py::handle& value, const py::handle& tensor) {
-    add_entry(as_tape(tape), as_value(value), tensor.ptr());
-    return py::reinterpret_borrow<py::object>(as_value(value)->entry);
-  });
   module.def("new_leaf_bytes",
              [](const py::handle& value, long long at_most) { return new_leaf_bytes(as_value(value), at_most); });
   module.def("mark_needed", [](const py::handle& value) { mark_needed(as_value(value)); });
