@@ -172,7 +172,7 @@ def _audit(
     mode = config.settings().audit
     if mode == "off" or options.determinism_check != "default":
         return None
-    num_calls = audit.count_call_of_module(function) or site_of_call(function, args, kwargs).count_rerun()
+    num_calls = site_of_call(function, args, kwargs).count_rerun()
     return audit.begin(function) if mode == "always" or audit.is_due(num_calls) else None
 
 

@@ -45,7 +45,7 @@ def sums(tensor: Tensor) -> Tensor | None:
     """Return two sums of a floating-point tensor, on its device: `are_close` compares them. Call it paused.
 
     The first sum has a weight for each position, so that elements in another order change it. The second is the sum of
-    squares. None: the tensor holds integers.
+    squares. Not-a-number and infinities do not count. None: the tensor holds integers.
     """
     if not tensor.is_floating_point() and not tensor.is_complex():
         return None
@@ -122,9 +122,9 @@ def _sums(tensor: Tensor) -> Tensor:
     dtype = torch.float64 if elements.dtype == torch.float64 else torch.float32
     weights = _weights(elements).to(dtype).mul_(2.0**-63)
     for number, piece in enumerate(_pieces(elements, weights.numel())):
-        wide = piece.to(dtype).reshape(-1)
-        total[0] += torch.dot(wide, weights[: piece.numel()]) * (1 + number % 7)
-        total[1] += torch.dot(wide, wide)
+        wide = piece.to(dtype).nan_to_num(0.0, 0.0, 0.0)
+        total[0] += (wide * weights[: piece.numel()].view(piece.shape)).sum(dtype=torch.float64) * (1 + number % 7)
+        total[1] += wide.square_().sum(dtype=torch.float64)
     return total
 
 

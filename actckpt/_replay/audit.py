@@ -172,6 +172,8 @@ _by_owner: dict[int, _Method] = {}
 
 def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
     """Return the site of a call of `function`: `site_of(caller_of(...))`, remembered for methods of modules."""
+    if isinstance(function, torch.nn.Module) and not _tells_apart((*args, *kwargs.values())):
+        return _by_object.get(function) or site_of(function)
     if type(function) is not types.MethodType or type(function.__func__) is not types.FunctionType:
         return site_of(caller_of(function, args, kwargs))
     if _tells_apart((*args, *kwargs.values()) if kwargs else args):

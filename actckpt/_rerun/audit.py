@@ -6,21 +6,18 @@ A rerun is right if its function is pure, but for random numbers and for buffers
 2, 4, 8, ... of a call site (`configure(audit=)`), not with `determinism_check="none"`.
 
 Rule 1. In forward each saved tensor leaves a checksum and two sums, computed on its device and not read. A rerun
-        computes them again, and they are compared once it ends. Of a parameter it is asked whether it is the same one.
+        computes them again, and they are compared once it ends.
 Rule 2. A difference counts where backward asks for that tensor: it raises, or warns if rounding explains it.
 Rule 3. Bytes that nobody wrote differ from run to run. Kernels leave such bytes in some results (`_NOT_WRITTEN`). A
-        function may do so too (`torch.empty`): before an error or a warning, it runs three times with new memory
-        filled, twice with the same number and then with another one. A tensor that only the number changes is not
-        compared.
+        function may do so too (`torch.empty`): before an error, it runs three times with new memory filled, twice with
+        the same number and then with another one. A tensor that only the number changes is not compared.
 Rule 4. Where hooks around the region give other bytes back for its inputs, nothing is compared.
 """
 
-import types
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +30,12 @@ from actckpt._core.sites import module_name, user_line, warn_user
 from actckpt._core.subclasses import plain_parts
 from actckpt.errors import RerunMismatchError
 
-__all__ = ["Audit", "begin", "count_call_of_module", "is_due"]
+__all__ = ["Audit", "begin", "is_due"]
 
 #: What nodes call saved tensors that their operators fill after autograd has saved them, or in part.
 _NOT_WRITTEN = frozenset(
     {
-        *("noise", "dropout_state", "running_mean", "running_var"),
+        *("noise", "dropout_state"),
         *("philox_seed", "philox_offset", "rng_state", "unused", "debug_attn_mask"),
     }
 )
@@ -52,44 +49,8 @@ _NOT_WRITTEN_RESULTS = {
     "ThnnFusedLstmCell": {"result2"},
     "CtcLoss": {"result1"},
 }
-#: Names of functions of which a warning told that they are not deterministic.
-_warned: set[str] = set()
 #: Numbers that fill new memory while a function runs again (Rule 3).
 _FILLS = (3, 3, 0)
-
-
-class _Calls:
-    """How often a module, or a method of one, was called in a region that may run it again."""
-
-    __slots__ = ("_module", "count")
-
-    def __init__(self, module: torch.nn.Module, key: object) -> None:
-        def forget(_: object, calls: dict[object, Any] = _calls) -> None:
-            calls.pop(key, None)  # also at the end of the process, where globals are gone
-
-        self._module = weakref.ref(module, forget)
-        self.count = 0
-
-
-_calls: dict[object, _Calls] = {}
-
-
-def count_call_of_module(function: Callable[..., Any]) -> int:
-    """Count a call of a module or of its method, and return how many there were; 0: it is another function.
-
-    This takes less time than to find a call site. What a module is given does not tell calls apart.
-    """
-    if isinstance(function, torch.nn.Module):
-        module, key = function, cast(object, id(function))
-    elif type(function) is types.MethodType and isinstance(function.__self__, torch.nn.Module):
-        module, key = function.__self__, (id(function.__self__), getattr(function.__func__, "__code__", None))
-    else:
-        return 0
-    calls = _calls.get(key)
-    if calls is None:
-        calls = _calls[key] = _Calls(module, key)
-    calls.count += 1
-    return calls.count
 
 
 def is_due(num_calls: int) -> bool:
@@ -113,15 +74,8 @@ class _Digest(NamedTuple):
     sums: Tensor | None
 
 
-class _OfParameter(NamedTuple):
-    """A parameter that takes part in training, or a view of it, which the audit holds: reruns check its version."""
-
-    alias: Tensor
-    implementation: int
-
-
 #: Of the plain tensors that a saved tensor is made of.
-_Digests = list[_Digest] | _OfParameter
+_Digests = list[_Digest]
 
 
 class Audit:
@@ -189,17 +143,14 @@ class Audit:
                 different = _different(self._found, self._runs[0])
                 self._close = {i for i in different if _is_rounded(self._found[i], self._runs[0][i])}
             self._wrong = different - self._close
-        if not self._wrong and (not self._close or self._name in _warned):
-            self._close.clear()
+        if not self._wrong:
             self._runs.clear()
             return False
         if len(self._runs) <= len(_FILLS):
             return True
         _, first, second, third = self._runs
         with Paused():
-            not_written = _different(first, third) - _different(first, second)
-        self._wrong -= not_written
-        self._close -= not_written
+            self._wrong -= _different(first, third) - _different(first, second)
         self._runs.clear()
         return False
 
@@ -218,10 +169,9 @@ class Audit:
             'policy="matmuls", keeps what they make. Silence this with configure(audit="off").'
         )
         self._close.clear()
-        _warned.add(self._name)
 
     def _words(self, index: int, node: Any) -> str:
-        shape, dtype, *_ = _taken(self._found[index])[0]
+        shape, dtype, *_ = self._found[index][0]
         return (
             f"The rerun of {self._name} does not repeat its forward: saved tensor {index} (shape {shape}, {dtype}), "
             f"saved{self._places.get(index, '')}, for {node.name()}, has other values"
@@ -240,14 +190,6 @@ class Audit:
 
 
 def _digests(tensor: Tensor) -> _Digests | None:
-    base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-    if isinstance(base, torch.nn.Parameter) and base.requires_grad and _has_bytes(tensor):
-        with Paused():
-            return _OfParameter(tensor.detach(), torch_private.implementation_of(base))
-    return _digests_of(tensor)
-
-
-def _digests_of(tensor: Tensor) -> list[_Digest] | None:
     with Paused(), suppress(torch.OutOfMemoryError, NotImplementedError):  # an audit fails nothing: it is left out here
         torch_private.wait_for_collective(tensor)
         return [
@@ -279,9 +221,6 @@ def _different(one: dict[int, _Digests], other: dict[int, _Digests]) -> set[int]
     pairs: dict[torch.device, list[tuple[int, Tensor, Tensor]]] = {}
     for index in one.keys() & other.keys():
         first, second = one[index], other[index]
-        if isinstance(first, _OfParameter) and isinstance(second, _OfParameter) and first[1] == second[1]:
-            continue
-        first, second = _taken(first), _taken(second)
         if len(first) != len(second):
             different.add(index)
         for a, b in zip(first, second, strict=False):
@@ -292,13 +231,8 @@ def _different(one: dict[int, _Digests], other: dict[int, _Digests]) -> set[int]
     return different
 
 
-def _taken(digests: _Digests) -> list[_Digest]:
-    return (_digests_of(digests.alias) or []) if isinstance(digests, _OfParameter) else digests
-
-
 def _is_rounded(one: _Digests, other: _Digests) -> bool:
     """Whether rounding explains how two runs differ."""
-    one, other = _taken(one), _taken(other)
     return len(one) == len(other) and all(
         torch.equal(a.checksum, b.checksum)
         or (a.sums is not None and b.sums is not None and are_close(a.sums, b.sums, a.dtype))

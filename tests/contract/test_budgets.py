@@ -230,7 +230,6 @@ def test_pins_decide() -> None:
     assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
 
 
-@pytest.mark.usefixtures("no_audit")
 def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent_sizes_fit_too() -> None:
     class Skipping(nn.Module):
         def __init__(self) -> None:

@@ -131,7 +131,6 @@ def test_what_measuring_casts_is_gone(after: str) -> None:
     assert _step(measured, 64)[1] <= _step(recomputed, 64)[1] + _CASTS
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("after", ["call", "backward"])
 def test_plans_of_a_step_to_try(after: str) -> None:
     plain, model = _Model(after), _Model(after)
@@ -253,7 +252,6 @@ def test_gradients_of_casts_wait_where_one_autocast_has_several_backwards() -> N
     assert peak(smallest, copies=True) <= smallest
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("rows", [(16, 128), (128, 16), (64, 65), (16, 16, 64)], ids=str)
 def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) -> None:
     """The first forward of an autocast makes casts for all of them: the others find them, and hold them, too."""
@@ -283,7 +281,6 @@ def test_casts_that_a_forward_of_another_size_made_count(rows: tuple[int, ...]) 
         assert max(found[2:]) <= budget + 16 * 2**15 and max(found[5:]) <= budget
 
 
-@pytest.mark.usefixtures("no_audit")
 def test_casts_of_another_size_count_from_where_they_are_found() -> None:
     """A size that has its autocast alone at first, and then shares it with another one."""
     alone, _ = _step_of(_Model("call"), 16)

@@ -64,7 +64,6 @@ def _smallest(rows: Sequence[int], *, total: bool, is_summed: bool, expected: li
     return int(found), text
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("is_summed", [False, True], ids=["apart", "summed"])
 @pytest.mark.parametrize("total", [False, True])
 @pytest.mark.parametrize("rows", [(256, 256), (256, 1024), (1024, 256), (256, 1024, 512)], ids=str)

@@ -82,7 +82,6 @@ def _opaque() -> Iterator[None]:
     actckpt.configure(opaque=[])
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.usefixtures("_opaque")
 @pytest.mark.parametrize("kind", ["plain", "context", "attribute", "autocast", "opaque"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])

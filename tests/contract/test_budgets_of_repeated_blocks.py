@@ -180,7 +180,6 @@ def test_plans_are_saved_and_models_copied(tmp_path: Path) -> None:
     assert found == peak
 
 
-@pytest.mark.usefixtures("no_audit")
 def test_each_forward_counts_calls_anew_whatever_happened_in_the_one_before() -> None:
     expected, _ = _step(_made("one block"))
     model = _applied()

@@ -299,7 +299,6 @@ def test_the_inputs_are_freed_with_the_graph(te: Any) -> None:
     assert held() is None, "also where no backward ran"
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_saved_tensors_are_freed_at_their_last_use_in_backward(te: Any, retain_graph: bool) -> None:
     """After forward a layer holds its input only; backward holds one layer's tensors at a time."""
