@@ -3,13 +3,18 @@
 Imported once, for its effect.
 """
 
+import functools
+import sys
 import threading
+import types
+from collections import deque
 from typing import Any
 
 import torch
 
 from actckpt import _C
 from actckpt._core import devices, extensions, messages, modes, random_state, rescue, sites, state, torch_private
+from actckpt._core.functions import global_names
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
 from actckpt._replay import (
@@ -39,7 +44,15 @@ NAMES: dict[str, Any] = {
     "module_call": torch.nn.Module.__call__,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
+    # Containers and objects that a region leads to (csrc/rerun/object_state.h).
     "generator_type": torch.Generator,
+    "partial_type": functools.partial,
+    "deque_type": deque,
+    "namespace_type": types.SimpleNamespace,
+    "lock_types": (type(threading.Lock()), type(threading.RLock())),
+    # Packages whose objects are left alone: the standard library's, but for collections and namespaces.
+    "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
+    "global_names": global_names,
     # One rerun of a region at a time.
     "lock_type": threading.RLock,
     # Whether backward may clear what it is given of a saved tensor.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import noop_context_fn
 
-from actckpt import _C, config
+from actckpt import _C
 from actckpt._compile.checkpoint import compiled_checkpoint, why_eager
 from actckpt._core import devices, extensions, messages, random_state, torch_private
 from actckpt._core.functions import is_of_module
@@ -19,7 +19,6 @@ from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
 from actckpt._replay.audit import Site, site_of_call
 from actckpt._replay.calls import Inside, run_in_region
 from actckpt._replay.choice import Choice
-from actckpt._rerun import audit
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt.policies import choice_of, selective_choice
@@ -65,13 +64,13 @@ def checkpoint_call(
     # The common kind runs without Python code around the function; the extension says if it is one.
     has_contexts = options.context_fn is not noop_context_fn
     is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
-    audited = _audit(function, args, kwargs, options)
     try:
         if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
-            result = _run_common(function, args, options, audited)
+            check_metadata = options.determinism_check == "default"
+            result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
             if result is not NotImplemented:
                 return result
-        return _run(function, args, kwargs, options, audited, input_hooks, inside.figures)
+        return _run(function, args, kwargs, options, input_hooks, inside.figures)
     except RuntimeError as error:
         messages.raise_if_hooks_are_refused(error, "checkpoint")
         raise
@@ -126,7 +125,6 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CheckpointOptions,
-    audited: audit.Audit | None,
     input_hooks: torch_private.Hooks | None,
     figures: Figures | None,
 ) -> Any:
@@ -143,8 +141,8 @@ def _run(
     if options.offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks, audited)
-    region = Region(inputs, audited)
+    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
+    region = Region(inputs)
     if preserve_rng_state:
         if devices.is_capturing():
             raise random_state.capturing_error(inputs.name)
@@ -155,25 +153,6 @@ def _run(
         region.forward_context, region.rerun_context = contexts
     check_metadata = options.determinism_check == "default"
     return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata)
-
-
-def _run_common(
-    function: Callable[..., Any], args: tuple[Any, ...], options: CheckpointOptions, audited: audit.Audit | None
-) -> Any:
-    """Run the function in a region of the common kind; where it is none, return NotImplemented and do nothing."""
-    check_metadata = options.determinism_check == "default"
-    return _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata, audited)
-
-
-def _audit(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CheckpointOptions
-) -> audit.Audit | None:
-    """Return the audit of a region that will run again, None where this call is not audited."""
-    mode = config.settings().audit
-    if mode == "off" or options.determinism_check != "default":
-        return None
-    num_calls = site_of_call(function, args, kwargs).count_rerun()
-    return audit.begin(function) if mode == "always" or audit.is_due(num_calls) else None
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -106,8 +106,7 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
             what is stored times the largest tensor of it, at least four of the largest, and from 4 to 256 MiB.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
-        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay or a
-            rerun makes.
+        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
         opaque: operators (also by name) and names of modules, also with wildcards, whose values are never replayed.
         observers: types of dispatch modes (`TorchDispatchMode`) that change no results, in addition to those of this
             package and of torch's tools. What operators return below any other mode is kept.

@@ -2,10 +2,9 @@
 
 Models of Transformers make a cache in every forward (`use_cache` is True by default) and hand it to each block, which
 appends its keys and values. What is in it lives until backward, which training does not read, and in a forward that
-nobody differentiates it leads to the regions that wrote it. The library's own
+nobody differentiates it leads to the regions that wrote it (NOTE [ Found by the forward ], Rule 3). The library's own
 checkpointing takes it away from its layers in training, and checkpoints nothing in evaluation. So does `apply`, for
-the same layers, where a cache is given. A cache that holds something stays: a rerun would append to it again, which the
-audit of reruns finds.
+the same layers, where a cache is given. A cache that holds something stays: reruns find it as their forward did.
 """
 
 import inspect
@@ -17,7 +16,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from actckpt import _C
-from actckpt._core.contents import Contents
 from actckpt._core.sites import warn_user
 from actckpt.errors import BlocksError
 
@@ -85,7 +83,8 @@ def _taken(block: torch.nn.Module, name: str, value: Any, kind: Any) -> Any:
 
 def _is_empty(cache: Any) -> bool:
     """Whether nothing was written to a cache. Asks no device: only shapes."""
-    return not any(tensor.dim() > 1 and tensor.numel() > 0 for tensor in Contents(cache).tensors)
+    tensors = _C.Structure((cache,), set(), []).take_tensors()
+    return not any(tensor.dim() > 1 and tensor.numel() > 0 for tensor in tensors)
 
 
 def _warn_once(block: torch.nn.Module, what: str) -> None:

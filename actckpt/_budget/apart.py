@@ -16,7 +16,6 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._blocks.arguments import first_tensor
 from actckpt._core import torch_private
-from actckpt._core.contents import Contents
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
@@ -42,7 +41,7 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
     restored = set(map(id, _C.Parameters(block).generators))
     for found, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
-            if any(id(generator) not in restored for generator in Contents(value).generators):
+            if any(id(generator) not in restored for generator in _generators_in([value])):
                 return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True
@@ -70,12 +69,12 @@ def set_apart(
     own = [value for _, found in attributes for key, value in found.items() if key not in _NOT_ITS_OWN]
     hooks = [hook for m in modules for found in (m._forward_pre_hooks, m._forward_hooks) for hook in found.values()]
     # Hooks that collect what modules return do so in closures and context variables.
-    contents = Contents(arguments, *own, *hooks, *contextvars.copy_context().values())
+    structure = _C.Structure((arguments, *own, *hooks, *contextvars.copy_context().values()), set(), [])
     tensors = [(entries, dict(entries)) for module in modules for entries in (module._parameters, module._buffers)]
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)
     before = random_state()
-    generators = [(generator, generator.get_state()) for generator in {*Contents(*own).generators, *drawn}]
+    generators = [(generator, generator.get_state()) for generator in {*_generators_in(own), *drawn}]
     try:
         for module in modules:
             lent.replace_in(module)
@@ -83,7 +82,7 @@ def set_apart(
         with _without_outer_hooks(), casts:
             yield _with_tensors(arguments, lent.lend), lent.leaves
     finally:
-        contents.put_back()
+        structure.swap_in()
         for now, found in [*attributes, *tensors]:
             _put_back(now, found)
         for storage, found_bits in bits:
@@ -91,6 +90,21 @@ def set_apart(
         set_random_state(before)
         for generator, state in generators:
             generator.set_state(state)
+
+
+def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
+    """Return the generators among values, in containers and in what objects hold."""
+    left, seen = list(values), set()
+    found: dict[int, torch.Generator] = {}
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Generator):
+            found[id(value)] = value
+        elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    in_objects = _C.Structure(tuple(values), set(), []).take_generators()
+    return list(({id(generator): generator for generator in in_objects} | found).values())
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:

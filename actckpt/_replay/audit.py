@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from actckpt._core import devices, torch_private
-from actckpt._core.checksums import checksum
 from actckpt._core.functions import contents_of
 from actckpt._core.sites import module_name, warn_user
+from actckpt._replay.checksums import checksum
 from actckpt._replay.named_operators import Matches
 from actckpt.errors import AuditError
 
@@ -64,7 +64,6 @@ class Site:
             "matches",
             "modules",
             "num_calls",
-            "num_reruns",
             "opaque",
         ),
         *("_first", "is_reported", "structures", "where"),
@@ -85,8 +84,6 @@ class Site:
         #: Module whose forward ran last in a structure.
         self.modules: dict[int, str | None] = {}
         self.num_calls = 0
-        #: Calls in regions that run their function again.
-        self.num_reruns = 0
         #: Whether hooks around the region give back other bytes than they were handed.
         self.has_other_hooks = False
         #: Whether it was said that replay does not help here.
@@ -95,11 +92,6 @@ class Site:
         self.is_rerun = False
         #: Which operators that its policy names ran here.
         self.matches = Matches()
-
-    def count_rerun(self) -> int:
-        """Count a call in a region that runs its function again; returns how many there were."""
-        self.num_reruns += 1
-        return self.num_reruns
 
     def begin(self, mode: str) -> bool:
         """Count a call; returns whether it is audited at all."""
@@ -149,9 +141,6 @@ def site_of(caller: Any) -> Site:
         return site
     with _lock:
         site = _by_code.setdefault(key, Site(_where(caller)))
-        for part in key:
-            if isinstance(part, _Itself):
-                part.key = key
         if len(_by_code) > _MAX_SITES:
             _by_code.popitem(last=False)
         return site
@@ -172,8 +161,6 @@ _by_owner: dict[int, _Method] = {}
 
 def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
     """Return the site of a call of `function`: `site_of(caller_of(...))`, remembered for methods of modules."""
-    if isinstance(function, torch.nn.Module) and not _tells_apart((*args, *kwargs.values())):
-        return _by_object.get(function) or site_of(function)
     if type(function) is not types.MethodType or type(function.__func__) is not types.FunctionType:
         return site_of(caller_of(function, args, kwargs))
     if _tells_apart((*args, *kwargs.values()) if kwargs else args):
@@ -245,30 +232,18 @@ def _where(caller: tuple[Any, ...]) -> str:
 class _Itself:
     """An object in the name of a caller: equal to itself only, and not kept alive."""
 
-    __slots__ = ("__weakref__", "_id", "_reference", "key", "kind")
+    __slots__ = ("_id", "_reference", "kind")
 
     def __init__(self, item: Any) -> None:
         self._id = id(item)
         self.kind = type(item).__name__
-        #: The name, where it is that of a site.
-        self.key: Any = None
-        self._reference = weakref.ref(item, functools.partial(_forget_site, weakref.ref(self)))
+        self._reference = weakref.ref(item)
 
     def __hash__(self) -> int:
         return self._id
 
     def __eq__(self, other: object) -> bool:
         return type(other) is _Itself and self._reference() is other._reference() is not None
-
-
-def _forget_site(
-    part: "weakref.ref[_Itself]", reference: weakref.ref[Any], sites: OrderedDict[Any, Site] = _by_code
-) -> None:
-    """Forget the site of a name, of which an object is gone; also at the end of the process, where globals are gone."""
-    named = part()
-    if named is not None and named.key is not None:
-        sites.pop(named.key, None)
-        named.key = None
 
 
 def caller_of(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -314,7 +289,7 @@ def _itself(item: Any) -> Any:
     try:
         return _Itself(item)
     except TypeError:  # takes no weak references
-        return _itself(item()) if type(item) is weakref.ref else type(item)
+        return type(item)
 
 
 def can_compare(tensor: Tensor) -> bool:

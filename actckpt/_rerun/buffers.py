@@ -16,8 +16,9 @@ Rule 2. Copies need to be made before the forward. A module's first call, in tra
         operator has used a buffer of theirs, or something was run again since (a step is over, and they are idle).
 Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
         call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
-Rule 4. The schemas of batch norms do not say that they move running statistics, and no version tells: they count as
-        written in training.
+Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
+        before the forward; a rerun gets copies of what is there then, where its count of batches tells that it ran.
+        Only classes whose code is known do this: a subclass of them may well read its statistics.
 Rule 5. A hook before a module's forward may set a tensor as a plain attribute (the weight of the older `spectral_norm`,
         `weight_norm` and pruning). Where the hook does not run again, a rerun finds the tensor of its forward.
 """
@@ -41,8 +42,9 @@ from actckpt._core.tensor_changes import version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
-#: What batch norms call the buffers that they move in training.
-_STATISTICS = ("running_mean", "running_var")
+_BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+#: Classes of timm that do the same, by name: it need not be there.
+_TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
 
 # What is known of a module: whether it was called in training and not, whether it changes its buffers, and whether
 # versions do not tell when it does.
@@ -71,22 +73,24 @@ class Stale:
 class _Noted:
     """The buffers of one module."""
 
-    __slots__ = ("copies", "found", "has_run", "is_known", "marks", "module", "written")
+    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "marks", "module", "written")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.found = dict(module._buffers)
+        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
+        self.found = {} if self.is_statistics else dict(module._buffers)
         self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
         if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
             known = _known[module] = known | _CHANGES | _HIDES  # they have no version
         # Of one that changed them unwatched it is not known whether versions always tell.
-        self.is_known = bool(known & (_CALLED[bool(module.training)] | _HIDES))
+        self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _HIDES))
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
-        #: Whether an operator used one of them, as far as that was watched.
+        #: Whether an operator used one of them, as far as that was watched; of statistics, whether they may be others.
         self.has_run = False
+        self._batches = _batches(module) if self.is_statistics else None
 
     def note_write(self, name: str) -> None:
         if self.copies is None:
@@ -94,6 +98,9 @@ class _Noted:
         self.written.add(name)
 
     def forward_done(self, *, was_watched: bool) -> None:
+        if self.is_statistics:
+            self.has_run = self._batches is None or _batches(self.module) != self._batches
+            return
         known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if self._is_seen(was_watched) else 0)
         moved = set(self._moved())
         if not self.written <= moved:
@@ -125,9 +132,13 @@ class _Noted:
         return len(now) == len(self.found) and all(now.get(name) is buffer for name, buffer in self.found.items())
 
     def is_as_found(self) -> bool:
+        if self.is_statistics:
+            return not self.has_run
         return self.copies is None and self._stands() and not self.stale()
 
     def for_rerun(self) -> dict[str, Tensor | None]:
+        if self.is_statistics:
+            return _copies(self.module._buffers)
         return self.found if self.copies is None else _copies(self.copies)
 
     def stale(self) -> list[Stale]:
@@ -225,6 +236,16 @@ def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
     return Buffers(modules)
 
 
+def _is_batch_norm(kind: type) -> bool:
+    return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
+
+
+def _batches(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Return which count of batches a BatchNorm has and its version; None where it does not count."""
+    count = module._buffers.get("num_batches_tracked")
+    return None if count is None else (id(count), version_of(count))
+
+
 def _put(module: torch.nn.Module, buffers: dict[str, Tensor | None]) -> None:
     module._buffers.clear()
     module._buffers.update(buffers)
@@ -276,14 +297,12 @@ class _FirstWrites(TorchDispatchMode):
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operator writes to, as its schema tells, and running statistics (Rule 4)."""
+    """Return the tensors that an operator writes to, as its schema tells."""
     schema = getattr(func, "_schema", None)
-    if schema is None or not (schema.is_mutable or "batch_norm" in schema.name):
+    if schema is None or not schema.is_mutable:
         return []
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    if given.get("training", True):
-        names += [name for name in _STATISTICS if name in given]
     return tensors_in([given.get(name) for name in names])
 
 

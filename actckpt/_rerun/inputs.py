@@ -6,12 +6,12 @@ Rule 1. A rerun gets the very objects that the forward got: tensors, containers,
         among args, kwargs and their containers, and in the closure cells, defaults and `partial` arguments
         of the function, is watched: if it was changed in place since, or given other memory (`.data`,
         `swap_tensors`), the rerun raises. torch's checkpoint watches positional tensors only and computes
-        wrong gradients with the others. What stands in containers and objects may be others in the rerun.
+        wrong gradients with the others. What stands in containers and objects: NOTE [ Found by the forward ].
 Rule 2. A closure variable that is bound anew after the forward (the variable of a loop) does not change the
         rerun: the function, or one among the arguments, is called with the value of the forward. One that
-        the forward itself binds anew is as it is when the rerun begins.
+        the forward itself binds anew has, for the time of a rerun, the value it had before the forward.
 Rule 3. A global variable that the function names, and that is a tensor, must not be changed, unless the forward
-        itself does so.
+        itself does so. Bound anew it may be: NOTE [ Found by the forward ].
 Rule 4. Parameters of a module that is called, or of which `forward` is, must be unchanged in a rerun
         (csrc/rerun/parameters.h). Buffers may move: NOTE [ Buffers ].
 Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
@@ -24,7 +24,6 @@ Rule 6. Inference tensors have no version. What is held of them for a rerun (an 
 
 import dataclasses
 import types
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,8 +37,8 @@ from actckpt import _C
 from actckpt._core import messages
 from actckpt._core.functions import contents_of, global_names, is_of_module
 from actckpt._core.tensor_changes import Watched
-from actckpt._rerun.buffers import Buffers
-from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.buffers import Buffers, Stale
+from actckpt._rerun.object_state import modules_as_found, reads_checked, structure_as_found
 
 __all__ = [
     "Inputs",
@@ -50,76 +49,43 @@ __all__ = [
 
 _PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
 
-#: The place of the function itself.
-_FUNCTION = "The function"
-
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Survey:
-    """All that can be reached from a region's function and arguments, each object once.
-
-    What an object whose method is called holds, and what functions of the same file hold that the function names, is
-    looked through for modules and generators only.
-    """
+    """All that can be reached from a region's function and arguments, each object once."""
 
     def __init__(self, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         #: Tensors with where they stand, and whether that is a global variable.
         self.tensors: list[tuple[str, Tensor, bool]] = []
         self.generators: list[torch.Generator] = []
-        self.modules: list[torch.nn.Module] = []
         self.functions: list[types.FunctionType] = []
-        #: Whether there are containers in which others may stand later.
-        self.has_containers = False
         self._seen: set[int] = set()
         for i, value in enumerate(args):
             self._visit(value, f"Argument {i}")
         for name, value in kwargs.items():
             self._visit(value, f"Keyword argument {name!r}")
-        self._visit(function, _FUNCTION)
+        self._visit(function, "The function")
         #: Devices other than the CPU of all tensors found, each once, also of those that are packed.
         self.devices = list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
 
-    def _visit(self, value: Any, place: str, *, is_global: bool = False, is_state: bool = False) -> None:
+    def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
         if type(value) in _PLAIN or id(value) in self._seen or isinstance(value, type):
             return
-        if isinstance(value, Tensor):
-            if not is_state:
-                self._seen.add(id(value))
-                self.tensors.append((place, value, is_global))
-            return
         self._seen.add(id(value))
-        if type(value) is weakref.ref:
-            value = value()
-        if isinstance(value, torch.Generator):
+        if isinstance(value, Tensor):
+            self.tensors.append((place, value, is_global))
+        elif isinstance(value, torch.Generator):
             self.generators.append(value)
-        elif is_of_module(value):
-            module: Any = value.__self__ if isinstance(value, types.MethodType) else value
-            self.modules.append(module)
-        else:
-            self.has_containers = self.has_containers or isinstance(value, (list, dict, set, deque))
+        elif not is_of_module(value):
             if isinstance(value, types.FunctionType):
-                self._visit_globals(value, is_state=is_state)
+                self.functions.append(value)
+                for name in global_names(value.__code__):
+                    held = value.__globals__.get(name)
+                    if isinstance(held, Tensor):
+                        self._visit(held, f"Global variable {name!r} that {value.__name__} reads", is_global=True)
             for inner_place, part in _parts(value, place):
-                self._visit(part, inner_place, is_state=is_state)
-            owner = value.__self__ if isinstance(value, types.MethodType) else value
-            for part in getattr(owner, "__dict__", {}).values() if place == _FUNCTION else ():
-                self._visit(part, place, is_state=True)
-
-    def _visit_globals(self, function: types.FunctionType, *, is_state: bool) -> None:
-        if not is_state:
-            self.functions.append(function)
-        for name in global_names(function.__code__):
-            held = function.__globals__.get(name)
-            if isinstance(held, Tensor):
-                place = f"Global variable {name!r} that {function.__name__} reads"
-                self._visit(held, place, is_global=True, is_state=is_state)
-            elif isinstance(held, torch.nn.Module | torch.Generator) or _is_of_file(held, function):
-                self._visit(held, name, is_state=True)
-
-
-def _is_of_file(value: Any, function: types.FunctionType) -> bool:
-    return isinstance(value, types.FunctionType) and value.__globals__ is function.__globals__
+                self._visit(part, inner_place)
 
 
 def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -153,6 +119,10 @@ class Restored:
     call: Call
     #: The tensors among it.
     tensors: Sequence[Tensor] = ()
+    #: Cells that hold these values during the rerun (Rule 2).
+    cells: Sequence[tuple[types.CellType, Any]] = ()
+    #: Cells that the forward left as it found them.
+    unchanged_cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -167,21 +137,25 @@ class Originals:
 
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
-        self._has_containers = survey.has_containers and watch_cells
         self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
         functions = survey.functions if watch_cells else []
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
+        self._rebound: list[tuple[types.CellType, Any]] = []
 
-    def forward_done(self) -> None:
-        """Forget what the forward itself bound anew or displaced: the call before may have left it, with its graph."""
-        displaced = {id(value) for cell, value in self._cells if contents_of(cell) is not value}
-        self._cells = [(cell, value) for cell, value in self._cells if id(value) not in displaced]
+    def forward_done(self, kept: dict[int, Tensor]) -> None:
+        """Note what the forward itself bound anew, or changed in a global tensor.
+
+        Args:
+            kept: what is held in the place of tensors that the forward displaced, by id.
+        """
+        rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
+        kept = kept | {id(value): _C.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
+        self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
+        self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
         self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
-        self._tensors = [found for found in self._tensors if id(found.watched.tensor) not in displaced]
-        if self._has_containers and self._tensors:
-            standing = {id(tensor) for _, tensor, _ in Survey(*self._call).tensors}
-            self._tensors = [found for found in self._tensors if id(found.watched.tensor) in standing]
+        for found in self._tensors if kept else ():
+            found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
 
     def restore(self) -> Restored:
         """Return what one rerun is called with.
@@ -200,7 +174,8 @@ class Originals:
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
             call = _Rebinding(rebound).call(call)
-        return Restored(call, self.tensors)
+        unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
+        return Restored(call, self.tensors, self._rebound, unchanged)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -277,32 +252,52 @@ class _Rebinding:
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("_buffers", "_held", "devices", "generators", "name", "parameters")
+    __slots__ = ("_buffers", "_held", "_object_tensors", "_structure", "devices", "generators", "name", "parameters")
 
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
+    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], structure: "_C.Structure") -> None:
         self._held = held
+        self._structure = structure
         #: Name of the function, for error messages.
         self.name = messages.name_of(function)
-        self.parameters = _C.Parameters(function, survey.modules)
         #: `torch.Generator`s found among the inputs, and in attributes of modules.
-        self.generators = list(dict.fromkeys([*survey.generators, *self.parameters.generators]))
+        self.generators = survey.generators
         self.devices = survey.devices
+        #: Tensors that only objects lead to.
+        self._object_tensors: list[Watched] = []
+        self._add_what_objects_hold(survey, structure)
+        self.parameters = _C.Parameters(function, structure.modules)
+        self._add_generators(self.parameters.generators)
         buffered = self.parameters.buffered
         self._buffers = Buffers(buffered) if buffered else None
 
+    def _add_what_objects_hold(self, survey: Survey, structure: "_C.Structure") -> None:
+        if tensors := structure.take_tensors():
+            known = {id(tensor) for _, tensor, _ in survey.tensors}
+            self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
+            devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
+            self.devices = list(dict.fromkeys([*survey.devices, *devices]))
+        self._add_generators(structure.take_generators())
+
+    def _add_generators(self, found: list[torch.Generator]) -> None:
+        if found:
+            self.generators = list(dict.fromkeys([*self.generators, *found]))
+
     @property
     def is_swapped(self) -> bool:
-        """Whether reruns change, for their time, what others see (Rule 3 of NOTE [ Found by the forward ])."""
-        return self._buffers is not None
+        """Whether reruns change, for their time, what others see (Rule 6 of NOTE [ Found by the forward ])."""
+        return self._buffers is not None or not self._structure.is_empty
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return what to call in the forward instead of `function`."""
         return function if self._buffers is None else self._buffers.watching(function)
 
     def forward_done(self) -> None:
-        """Note the parameters and buffers as the forward left them, and forget what it bound anew."""
+        """Note what the forward itself bound anew or changed, and the parameters as it left them."""
         self.parameters.forward_done()
-        self._held.forward_done()
+        kept = self._structure.forward_done()
+        self._held.forward_done(kept)
+        for watched in self._object_tensors if kept else ():
+            watched.hold_instead(kept.get(id(watched.tensor), watched.tensor))
         if self._buffers is not None:
             self._buffers.forward_done()
 
@@ -320,24 +315,40 @@ class Inputs:
         """The tensors that are held as they are."""
         return self._held.tensors if isinstance(self._held, Originals) else []
 
+    def is_half_done(self, restored: Restored) -> bool:
+        """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""
+        is_bound_anew = any(contents_of(cell) is not value for cell, value in restored.unchanged_cells)
+        return is_bound_anew or self._structure.is_half_done()
+
     def as_found(self, *, checks: bool) -> AbstractContextManager[Any]:
-        """Return the context of a rerun: modules are as the forward found them.
+        """Return the context of a rerun: containers, objects and modules are as the forward found them.
 
         Args:
-            checks: raise where an operator reads a buffer that could not be brought back.
+            checks: raise where an operator reads what could not be brought back.
         """
-        are_buffers_as_found = self._buffers is None or self._buffers.are_as_found()
-        if are_buffers_as_found and not self.parameters.check(False, True):
+        are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
+        are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
+        changed = [found for found in self._object_tensors if found.is_changed() or found.has_other_memory()]
+        if are_modules_as_found and self._structure.is_empty and not changed:
             return _NOTHING
-        return self._swapped(checks=checks)
+        stale = [self._stale(found) for found in changed]
+        return self._swapped(stale, checks=checks)
 
     @contextmanager
-    def _swapped(self, *, checks: bool) -> Iterator[None]:
+    def _swapped(self, stale: list[Stale], *, checks: bool) -> Iterator[None]:
         with (
-            modules_as_found(self.parameters, self._buffers) as stale,
-            reads_checked(stale if checks else [], self.name),
+            modules_as_found(self.parameters, self._buffers) as stale_buffers,
+            structure_as_found(self._structure),
+            reads_checked([*stale, *stale_buffers] if checks else [], self.name),
         ):
             yield
+
+    def _stale(self, found: Watched) -> Stale:
+        advice = (
+            "Change a clone instead, or run backward before changing it. What the function itself changes in place "
+            'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
+        )
+        return Stale(found.tensor, found.version, self._structure.place_of(found.tensor), advice)
 
 
 _NOTHING = nullcontext()

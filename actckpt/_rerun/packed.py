@@ -18,7 +18,7 @@ Rule 5. A leaf that requires grad, that is no positional argument and alone on i
 import dataclasses
 import types
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -30,7 +30,6 @@ from actckpt import _C
 from actckpt._core import messages, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of, is_of_module
 from actckpt._core.hooks import get_all_leaves
-from actckpt._rerun.audit import Audit
 from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
 
 __all__ = ["held_inputs"]
@@ -108,7 +107,7 @@ class _HeldCell:
 class Packed:
     """See NOTE [ Packed inputs ]."""
 
-    def __init__(self, call: Call, survey: Survey, hooks: Any, audit: Audit | None) -> None:
+    def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
         function, args, kwargs = call
         staying_ids = set() if get_all_leaves(hooks) else _staying_ids(survey, args)
         holding = _Holding(hooks, _C.exclusive_ids(args, kwargs), staying_ids)
@@ -117,20 +116,21 @@ class Packed:
         self._function = holding.hold(function)
         self._args = [holding.hold(value) for value in args]
         self._kwargs = {name: holding.hold(value) for name, value in kwargs.items()}
+        self._rebound: list[_HeldCell] = []
         self._together: dict[int, _OneStorage] = {}
+        #: id() of the containers and functions that are built again.
+        self.rebuilt_ids = holding.rebuilt_ids
         # What is not packed (globals, what objects hold) is watched as without hooks.
-        if audit is not None:
-            audit.note_inputs(tensor for _, tensor, _ in survey.tensors if id(tensor) in holding.packed_ids)
         survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in holding.packed_ids]
         self._watched = Originals((_nothing, (), {}), survey, watch_cells=False)
 
-    def forward_done(self) -> None:
+    def forward_done(self, kept: dict[int, Tensor]) -> None:
         """Decide which closure variables stay live (Rule 3), and release the originals."""
         assert self._holding is not None
-        self._holding.forward_done()
+        self._rebound = self._holding.forward_done()
         self._together = self._holding.together()
         self._holding = None
-        self._watched.forward_done()
+        self._watched.forward_done(kept)
 
     def restore(self) -> Restored:
         """Return what one rerun is called with."""
@@ -140,7 +140,8 @@ class Packed:
             args = tuple([restoring.restore(value) for value in self._args])
             kwargs = {name: restoring.restore(value) for name, value in self._kwargs.items()}
             call = (restoring.restore(self._function), args, kwargs)
-            return Restored(call, [*self._watched.tensors, *restoring.tensors])
+            cells = [(held.cell, restoring.restore(held.held)) for held in self._rebound if held.cell is not None]
+            return Restored(call, [*self._watched.tensors, *restoring.tensors], cells)
         except messages.HeldTensorChanged as changed:
             raise messages.changed_error(changed, self._args) from None
 
@@ -167,6 +168,8 @@ class _Holding:
         self._storages: dict[int, _OneStorage] = {}
         #: id() of the tensors that went through the hooks.
         self.packed_ids: set[int] = set()
+        #: id() of the containers and functions that are built again.
+        self.rebuilt_ids: set[int] = set()
 
     def hold(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -189,14 +192,16 @@ class _Holding:
                 self._cells.append((found, contents))
         return found
 
-    def forward_done(self) -> None:
-        """Hold cells by value from now on, but for those that the forward itself bound anew."""
+    def forward_done(self) -> list[_HeldCell]:
+        """Return the cells that the forward itself bound anew; the others are held by value from now on."""
+        rebound = []
         for held, before in self._cells:
             if held.cell is not None and contents_of(held.cell) is before:
                 held.cell = None
             else:
-                held.held = None
+                rebound.append(held)
         self._known, self._originals, self._cells = {}, [], []
+        return rebound
 
     def _hold_tensor(self, tensor: Tensor) -> "_C.HeldTensor":
         # Packed anew at each place, since in a rerun of the outer region they may be different objects;
@@ -230,6 +235,7 @@ class _Holding:
             function = _HeldFunction(value, self)
             if not self._needs_rebuild(function, value):
                 return value
+            self.rebuilt_ids.add(id(value))
             return function
         kind = type(value)
         if kind is tuple:
@@ -262,6 +268,7 @@ class _Holding:
         held = [self.hold(part) for part in parts]
         if all(new is old for new, old in zip(held, parts, strict=True)):
             return value
+        self.rebuilt_ids.add(id(value))
         return _HeldContainer(build, held)
 
     @staticmethod
@@ -351,16 +358,18 @@ def held_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     hooks: Any,
-    audit: Audit | None = None,
+    left_alone: Sequence[Any] = (),
 ) -> Inputs:
     """Hold the inputs of a region: packed where hooks are active outside, else as they are.
 
     Args:
         hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
-        audit: is told of the tensors that go through hooks.
+        left_alone: objects that reruns find as they are, whatever of them the function reaches.
     """
     survey = Survey(function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     call = (function, args, kwargs)
-    held = Originals(call, survey) if outer is None else Packed(call, survey, outer, audit)
-    return Inputs(held, survey, function)
+    held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
+    rebuilt_ids = held.rebuilt_ids if isinstance(held, Packed) else set()
+    structure = _C.Structure((function, *args, *kwargs.values()), rebuilt_ids, list(left_alone))
+    return Inputs(held, survey, function, structure)

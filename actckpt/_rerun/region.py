@@ -21,18 +21,18 @@ Rule 6. An outer region's lock may be taken while an inner one's is held (inputs
         never the other way round.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import CellType
 from typing import Any
 
 from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
-from actckpt._rerun.audit import Audit
 from actckpt._rerun.inputs import Inputs
-from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.object_state import modules_as_found, reads_checked
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]
@@ -42,7 +42,6 @@ class Region:
     """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
 
     __slots__ = (
-        "audit",
         "carried",
         "forward_context",
         "inputs",
@@ -53,9 +52,8 @@ class Region:
         "trace",
     )
 
-    def __init__(self, inputs: Inputs, audit: Audit | None = None) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
-        self.audit = audit
         self.state = state.capture()
         #: None: reruns leave random state alone.
         self.random: random_state.RandomState | None = None
@@ -86,7 +84,7 @@ class Region:
             swap = self.random.outer_swap
         else:
             swap = _C.current_swap() if self.inputs.is_swapped else -1
-        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap, self.audit)
+        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap)
         self.inputs.forward_done()
         return result
 
@@ -112,14 +110,14 @@ class Region:
         restored = self.inputs.restore()
         function, args, kwargs = restored.call
         self.restored = restored.tensors
-        if self.audit is not None:
-            self.audit.compare_inputs(restored.tensors)
+        refill.stop_if(lambda: not self.inputs.is_half_done(restored))
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
                 state.restored(self.state, state.capture()),
                 self.carried.rerun() if self.carried is not None else nullcontext(),
                 self.rerun_context or nullcontext(),
+                _filled(restored.cells),
                 self.inputs.as_found(checks=is_checked),
             ):
                 _C.rerun(refill, function, args, kwargs)
@@ -129,6 +127,19 @@ class Region:
             pass  # the extension words it
         finally:
             self.restored = ()
+
+
+@contextmanager
+def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
+    """Run the body with these contents of closure cells (Rule 2 of NOTE [ Inputs of a region ])."""
+    outside = [(cell, cell.cell_contents) for cell, _ in cells]
+    try:
+        for cell, value in cells:
+            cell.cell_contents = value
+        yield
+    finally:
+        for cell, value in outside:
+            cell.cell_contents = value
 
 
 class _Failed(BaseException):

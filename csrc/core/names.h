@@ -13,15 +13,13 @@ namespace actckpt {
   X(after_call, "after_call") \
   X(another_root, "another_root") \
   X(are_as_found, "are_as_found") \
-  X(around, "around") \
   X(ask_policy, "ask_policy") \
+  X(args, "args") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
-  X(begin_rerun, "begin_rerun") \
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
-  X(check, "check") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(copy, "copy_") \
@@ -44,28 +42,30 @@ namespace actckpt {
   X(for_value, "for_value") \
   X(forward_done, "forward_done") \
   X(found, "found") \
+  X(func, "func") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
   X(is_away, "is_away") \
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
   X(is_obtainable, "is_obtainable") \
+  X(is_full_backward_hook, "_is_full_backward_hook") \
   X(is_plain, "is_plain") \
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
   X(is_view, "is_view") \
+  X(keywords, "keywords") \
   X(locals, "f_locals") \
   X(makes_one, "makes_one") \
   X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
   X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
+  X(module, "__module__") \
   X(modules, "_modules") \
   X(move, "offload") /* of a tape */ \
   X(name, "name") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
-  X(note, "note") \
-  X(note_again, "note_again") \
   X(note_opaque, "note_opaque") \
   X(num_returned, "num_returned") \
   X(parameters, "_parameters") \
@@ -78,6 +78,7 @@ namespace actckpt {
   X(self_name, "self") \
   X(set, "set_") \
   X(set_state, "set_state") \
+  X(slots, "__slots__") \
   X(tape, "tape") \
   X(tensor_positions, "tensor_positions") \
   X(torch_prefix, "torch.") /* of the names of torch's modules */ \
@@ -85,7 +86,6 @@ namespace actckpt {
   X(type, "type") /* of a device */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
-  X(wants_another_run, "wants_another_run") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
   X(why_inference, "made from an inference tensor: nobody tells when it changes") \
@@ -105,6 +105,12 @@ namespace actckpt {
   X(fake_tensor_type) \
   X(storage_type) \
   X(generator_type) \
+  X(partial_type) \
+  X(deque_type) \
+  X(namespace_type) \
+  X(lock_types) \
+  X(left_alone) \
+  X(global_names) \
   X(lock_type) \
   X(clears_saved) /* list of callables: see actckpt/_core/extensions.py */ \
   X(state_getters) \

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "core/collected.h"
+#include "core/python.h"
 #include "core/reads.h"
 #include "core/released.h"
 #include "core/task_end.h"
-#include "rerun/audit.h"
 #include "rerun/parameters.h"
 
 namespace actckpt {
@@ -115,7 +115,6 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       const auto function = py::reinterpret_borrow<py::object>(told);
       owned(PyObject_CallOneArg(function.ptr(), tensor));
     }
-    tell_audit(frame, names().note, frame->saved.size(), tensor);
     SlotObject* slot = new_slot(frame, frame->saved.size());
     saved.slot = slot;
     frame->saved.push_back(std::move(saved));

@@ -70,7 +70,6 @@ struct Recipe {
   py::object lock;                         // threading.RLock: one rerun at a time
   std::shared_ptr<Parameters> parameters;  // of the function; null where `region` is set
   py::object buffers;  // Python's Buffers of the function; null where it has none or `region` is set
-  py::object audit;    // Python's Audit (actckpt/_rerun/audit.py); null where this call is not audited
   // Reruns restore random state, under the swap lock. The swap within whose rerun the region was
   // made, 0 for none; -1: random state is left alone.
   long long outer_swap = -1;
@@ -94,8 +93,8 @@ struct FrameObject {
 template <typename Visit>
 void for_each_reference(FrameObject& frame, const Visit& visit) {
   Recipe& recipe = frame.recipe;
-  for (py::object* field : {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock,
-                            &recipe.buffers, &recipe.audit}) {
+  for (py::object* field :
+       {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
     visit(field->ptr());
   }
   if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);

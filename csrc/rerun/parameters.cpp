@@ -49,13 +49,6 @@ bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   return owned(PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr)).ptr() == Py_True;
 }
 
-// Types that no class statement made are no subclasses of torch's, which takes time to ask.
-bool is_generator(PyObject* value) {
-  PyTypeObject* type = Py_TYPE(value);
-  return reinterpret_cast<PyObject*>(type) == names().generator_type ||
-         (PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_of_type(value, names().generator_type));
-}
-
 // Whether this function, of a module's method, calls the module as a whole.
 bool is_call_or_forward(PyObject* function) {
   if (function == names().module_call) return true;
@@ -115,7 +108,7 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       if (counts(value)) sum_ += version_of(value);
     }
   }
-  if (!notes) note_attributes(attributes);
+  if (!notes) generators_.note(attributes);
   if (!notes && entries_of(attributes, names().buffers)) {
     if (!buffered_) buffered_ = py::list();
     if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
@@ -131,17 +124,29 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
   }
 }
 
-void Parameters::note_attributes(const py::object& attributes) {
+// Calls visit(attributes) of each module.
+template <typename Visit>
+void Parameters::for_each_module(PyObject* module, const Visit& visit) const {
+  const py::object attributes = dict_of(module);
+  visit(attributes);
+  const py::object modules = entries_of(attributes, names().modules);
+  if (!modules) return;
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
-    if (key == names().training) {
-      modes_.push_back({attributes, py::reinterpret_borrow<py::object>(value)});
-    } else if (is_generator(value)) {
-      if (!generators_) generators_ = py::list();
-      if (PyList_Append(generators_.ptr(), value) < 0) throw py::error_already_set();
-    }
+  while (PyDict_Next(modules.ptr(), &position, &key, &value) != 0) {
+    if (value != Py_None) for_each_module(value, visit);
   }
+}
+
+py::object Parameters::displaced_generators() const {
+  py::object found;
+  const auto look = [&](const py::object& attributes) { generators_.add_displaced(attributes, &found); };
+  if (root_) for_each_module(root_.ptr(), look);
+  for (Py_ssize_t i = 0; others_ && i < PyList_GET_SIZE(others_.ptr()); ++i) {
+    PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
+    if (other != root_.ptr()) for_each_module(other, look);
+  }
+  return found;
 }
 
 void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
@@ -201,10 +206,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
     if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
     raise_changed(parameter, entry.version, version);
   });
-  for (const Mode& mode : modes_) {
-    is_replaced = is_replaced || item_of(mode.attributes.ptr(), names().training).ptr() != mode.value.ptr();
-  }
-  return is_replaced;
+  return is_replaced || displaced_generators();
 }
 
 void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
@@ -214,18 +216,12 @@ void Parameters::raise_changed(PyObject* parameter, long long before, long long 
 }
 
 py::object Parameters::replaced() const {
-  py::object result;
-  const auto add = [&](const py::tuple& place) {
-    if (!result) result = py::list();
-    if (PyList_Append(result.ptr(), place.ptr()) < 0) throw py::error_already_set();
-  };
-  const auto training = py::reinterpret_borrow<py::object>(names().training);
-  for (const Mode& mode : modes_) {
-    if (item_of(mode.attributes.ptr(), names().training).ptr() == mode.value.ptr()) continue;
-    add(py::make_tuple(mode.attributes, training, mode.value));
-  }
+  py::object result = displaced_generators();
   for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
-    if (has_replaced(found, entry.value.ptr())) add(py::make_tuple(py::handle(dict), entry.key, entry.value));
+    if (!has_replaced(found, entry.value.ptr())) return;
+    if (!result) result = py::list();
+    const py::tuple place = py::make_tuple(py::handle(dict), entry.key, entry.value);
+    if (PyList_Append(result.ptr(), place.ptr()) < 0) throw py::error_already_set();
   });
   return result;
 }

@@ -1,16 +1,17 @@
 // The parameters of modules as a region's forward left them: whether a rerun still finds them so. And what else the
-// modules have that reruns must know of: buffers, generators, whether they are in training.
+// modules have that reruns must know of: buffers and generators.
 //
 // A parameter that no operator saves (a bias, a weight whose input needs no gradient) changes what a
 // rerun computes without any saved tensor showing it. A parameter or module that another one has
-// taken the place of (`functional_call`) is put in its place for the rerun. So is the mode of a module that was
-// switched.
+// taken the place of (`functional_call`) is put in its place for the rerun.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <vector>
+
+#include "rerun/module_generators.h"
 
 namespace actckpt {
 
@@ -27,27 +28,23 @@ class Parameters {
   void forward_done();
 
   // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, is
-  // another one now. Returns whether anything is, or a mode.
+  // another one now. Returns whether anything is, or a generator.
   bool check(bool checks_versions, bool may_be_replaced) const;
 
-  // What is not where it was: (dict, key, what the forward left there, or of modes found there). Null where there is
-  // nothing.
+  // What is not where it was: (dict, key, what the forward left there); of generators what it found there, or
+  // (dict, key) where it found nothing. Null where there is nothing.
   py::object replaced() const;
 
   // Modules that had buffers before the forward; null where there are none.
   const py::object& buffered() const noexcept { return buffered_; }
 
-  // torch.Generators that are attributes of modules before the forward; null where there are none.
-  const py::object& generators() const noexcept { return generators_; }
+  // torch.Generators that modules had before the forward; null where there are none.
+  const py::object& generators() const noexcept { return generators_.all(); }
 
   template <typename Visit>
   friend void for_each_reference(Parameters& parameters, const Visit& visit) {
-    for (py::object* field : {&parameters.root_, &parameters.others_, &parameters.buffered_, &parameters.generators_}) {
-      visit(field->ptr());
-    }
-    for (Mode& mode : parameters.modes_) {
-      for (py::object* field : {&mode.attributes, &mode.value}) visit(field->ptr());
-    }
+    for (py::object* field : {&parameters.root_, &parameters.others_, &parameters.buffered_}) visit(field->ptr());
+    for_each_reference(parameters.generators_, visit);
     for (Group& group : parameters.groups_) visit(group.module.ptr());
     for (Entry& entry : parameters.entries_) {
       for (py::object* field : {&entry.key, &entry.value, &entry.copy}) visit(field->ptr());
@@ -66,10 +63,6 @@ class Parameters {
     py::object copy;    // of an inference tensor, which has no version; else null
     long long implementation;
   };
-  // The attributes of a module, and whether it was in training.
-  struct Mode {
-    py::object attributes, value;
-  };
   // Entries of one module's dict of parameters or modules.
   struct Group {
     py::object module;
@@ -79,7 +72,9 @@ class Parameters {
 
   void walk_roots(bool notes);
   void walk(PyObject* module, bool is_strict, bool notes);
-  void note_attributes(const py::object& attributes);
+  template <typename Visit>
+  void for_each_module(PyObject* module, const Visit& visit) const;
+  py::object displaced_generators() const;
   void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
   template <typename Visit>
   void for_each_entry(const Visit& visit) const;
@@ -89,8 +84,7 @@ class Parameters {
   py::object others_;  // null: there are none
   bool is_root_called_ = false;
   py::object buffered_;
-  py::object generators_;
-  std::vector<Mode> modes_;
+  ModuleGenerators generators_;
   long long sum_before_ = 0;
   long long sum_ = 0;
   std::vector<Group> groups_;

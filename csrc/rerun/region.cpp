@@ -11,7 +11,6 @@
 #include "core/python.h"
 #include "core/rescue.h"
 #include "core/swap_lock.h"
-#include "rerun/audit.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
 #include "rerun/refill.h"
@@ -78,13 +77,10 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
 
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
 void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
-  const py::object audit = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe.audit;
-  py::object called = py::reinterpret_borrow<py::object>(function);
-  if (audit) called = call_method(audit.ptr(), names().around, function);
   const GradMode on(true);
   num_open_reruns += 1;
   num_reruns += 1;
-  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, called.ptr(), args, kwargs);
+  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
   num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
@@ -164,7 +160,7 @@ class ClosedAtEnd {
   const py::object& refill_;
 };
 
-void run_again(FrameObject* frame, std::size_t index, const py::object& key, bool stores) {
+void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
   const py::object refill = new_refill(frame, index, key);
   const ClosedAtEnd closed(refill);
   try {
@@ -175,26 +171,7 @@ void run_again(FrameObject* frame, std::size_t index, const py::object& key, boo
     throw;
   }
   if (refill_has_failed(refill)) raise(call(names().failure, refill.ptr()));
-  if (stores) store_refill(refill);
-}
-
-// Whether an audit wants another run, and it succeeded.
-bool runs_for_audit(FrameObject* frame, std::size_t index) {
-  if (call_method(frame->recipe.audit.ptr(), names().wants_another_run).ptr() != Py_True) return false;
-  try {
-    run_again(frame, index, py::reinterpret_steal<py::object>(PyList_New(0)), false);
-    return true;
-  } catch (py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;
-    return false;  // it does not repeat itself at all: the differences that the first run found count
-  }
-}
-
-void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
-  if (frame->recipe.audit) call_method(frame->recipe.audit.ptr(), names().begin_rerun);
-  run_again(frame, index, key, true);
-  while (frame->recipe.audit && runs_for_audit(frame, index)) {
-  }
+  store_refill(refill);
 }
 
 // Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
@@ -237,7 +214,6 @@ PyObject* unpack(PyObject*, PyObject* handle) {
     py::object key = current_key();
     py::object value = key ? take(frame, index, key.ptr()) : py::object();
     if (!value) value = bring_back(frame, index, std::move(key));
-    tell_audit(frame, names().check, index, handle);
     return value.release().ptr();
   });
 }
@@ -252,22 +228,21 @@ bool truth(PyObject* object) {
   return result != 0;
 }
 
-Recipe new_recipe(PyObject* function, PyObject* early_stop, PyObject* audit) {
+Recipe new_recipe(PyObject* function, PyObject* early_stop) {
   Recipe recipe;
   recipe.function = py::reinterpret_borrow<py::object>(function);
   recipe.lock = call(names().lock_type);
   recipe.early_stop = truth(early_stop);
-  if (audit != Py_None) recipe.audit = py::reinterpret_borrow<py::object>(audit);
   return recipe;
 }
 
-// run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result, or
+// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or
 // NotImplemented, with nothing done, where the region is not of the common kind.
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 6) throw py::type_error("run_common takes six arguments");
+    if (nargs != 5) throw py::type_error("run_common takes five arguments");
     if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
-    Recipe recipe = new_recipe(args[0], args[2], args[5]);
+    Recipe recipe = new_recipe(args[0], args[2]);
     recipe.state = capture_state();
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
@@ -302,11 +277,11 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result
+// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 8) throw py::type_error("run takes eight arguments");
-    Recipe recipe = new_recipe(Py_None, args[4], args[7]);  // the region holds the function as inputs
+    if (nargs != 7) throw py::type_error("run takes seven arguments");
+    Recipe recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
     recipe.outer_swap = PyLong_AsLongLong(args[6]);
     recipe.region = py::reinterpret_borrow<py::object>(args[0]);
     const py::object frame = new_frame(std::move(recipe), truth(args[5]));
@@ -347,9 +322,9 @@ PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
 PyMethodDef region_functions[] = {
     {"run_common", fast(run_common), METH_FASTCALL,
-     "run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result"},
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
     {"run", fast(run), METH_FASTCALL,
-     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -42,8 +43,41 @@ ours = actckpt.checkpoint
 BOTH = {"torch": theirs, "actckpt": ours}
 
 
-class Log(list[Any]):
-    """What runs of a function append, reruns too."""
+class Log:
+    """What runs of a function append, reruns too, which undo what they do to a list.
+
+    They leave alone what has a lock of its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[Any] = []
+
+    def append(self, item: Any) -> None:
+        """Add an item at the end."""
+        with self._lock:
+            self._items.append(item)
+
+    def clear(self) -> None:
+        """Forget all items."""
+        self._items.clear()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __eq__(self, other: object) -> bool:
+        return self._items == list(other) if isinstance(other, Log | list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Log({self._items})"
 
 
 class CountOperators(TorchDispatchMode):

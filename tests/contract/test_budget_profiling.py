@@ -427,7 +427,10 @@ def test_profiling_leaves_the_states_of_registered_trackers_alone(budget: str, m
     assert_equal(found, expected)
 
 
-def test_blocks_whose_generators_reruns_restore_are_planned_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [Draws, DrawsFromList])
+def test_blocks_whose_generators_reruns_restore_are_planned_with_one(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Recording takes longer than reruns, also on devices where all takes next to nothing.
     def times(*_: Any, rerun: Any, **__: Any) -> Times:
         return Times(1e-3, 2e-3, 1e-2, 6e-3, None if rerun is None else 1e-3)
@@ -436,7 +439,7 @@ def test_blocks_whose_generators_reruns_restore_are_planned_with_one(monkeypatch
     results = []
     for is_applied in (False, True):
         torch.manual_seed(0)
-        model = Model(Draws)
+        model = Model(kind)
         if is_applied:
             actckpt.apply(model, blocks="blocks.*", activation_budget="65%")
         for _ in range(3):

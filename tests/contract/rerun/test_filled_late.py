@@ -96,7 +96,7 @@ def test_what_autograd_saved_can_be_read_outside_of_a_backward() -> None:
     ids=["rrelu", "dropout", "mul"],
 )
 def test_only_what_is_filled_late_runs_once_more(function: Function, expected: int) -> None:
-    runs = itertools.count()
+    runs = itertools.count()  # what a rerun does to an iterator is not undone
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         next(runs)

@@ -105,14 +105,12 @@ def _operators_in_backward(method: Checkpoint, *, used: int = -1, **keywords: An
     return operators
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_backward_runs_no_more_operators_than_with_torch(early_stop: bool) -> None:
     expected = _operators_in_backward(theirs, early_stop=early_stop)
     assert _operators_in_backward(ours, early_stop=early_stop).counts == expected.counts
 
 
-@pytest.mark.usefixtures("no_audit")
 def test_early_stop_leaves_out_what_follows_the_last_saved_tensor() -> None:
     stopped, ended = (_operators_in_backward(ours, early_stop=stop).counts for stop in (True, False))
     assert ended - stopped == {"aten.add.Tensor": 1}
@@ -137,7 +135,6 @@ def test_early_stop_leaves_a_scripted_function_in_which_torch_fails() -> None:
         run(theirs)  # a failure here: torch has mended it, or words it otherwise
 
 
-@pytest.mark.usefixtures("no_audit")
 def test_early_stop_ends_at_the_last_tensor_that_autograd_still_holds() -> None:
     expected = _operators_in_backward(theirs, used=0)
     actual = _operators_in_backward(ours, used=0)
@@ -146,7 +143,6 @@ def test_early_stop_ends_at_the_last_tensor_that_autograd_still_holds() -> None:
     assert expected.counts["aten.sin.default"] == 4
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("keyword", [True, False])
 @pytest.mark.parametrize("context", [True, False])
 def test_torchs_early_stop_context_wins_over_the_keyword(keyword: bool, context: bool) -> None:
@@ -162,7 +158,6 @@ def _nested(method: Checkpoint, depth: int, x: torch.Tensor) -> torch.Tensor:
     return x.sin().exp()
 
 
-@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nested_regions_run_no_more_operators_than_with_torch(depth: int) -> None:
     counts = {}

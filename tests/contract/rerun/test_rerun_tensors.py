@@ -68,7 +68,7 @@ def test_an_input_that_was_given_other_memory_raises_or_is_right(place: str, cha
     try:
         actual = run(ours, changes=True)
     except RuntimeError as error:
-        assert any(word in str(error) for word in ("other memory", "Cannot swap", "does not repeat its forward"))
+        assert "other memory" in str(error) or "Cannot swap" in str(error)
     else:
         assert_equal(actual, run(plain, changes=False))
 
@@ -101,9 +101,7 @@ def _module_with_parameter(p: torch.nn.Parameter) -> torch.nn.Module:
 def test_a_tensor_that_is_swapped_after_the_forward_raises(place: str, is_parameter: bool) -> None:
     t = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     t = torch.nn.Parameter(t.detach()) if is_parameter or place == "parameter" else t
-    with pytest.raises(
-        actckpt.CheckpointError, match=r"other memory|another tensor|other bytes|not repeat|different number"
-    ):
+    with pytest.raises(actckpt.CheckpointError, match=r"other memory|another tensor|other bytes"):
         _gradient_after_swap(SWAPPED[place], t, swaps=True)
 
 
@@ -166,29 +164,32 @@ OBJECT_PROGRAMS: dict[str, Callable[[torch.Tensor, Holder], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("is_inference", [False, True])
-@pytest.mark.parametrize("program", OBJECT_PROGRAMS)
-def test_a_tensor_of_an_object_that_was_changed_in_place_raises_where_it_is_read(
-    program: str, is_inference: bool
-) -> None:
-    actckpt.configure(audit="always")  # until the fixture of all tests puts it back
-    with torch.inference_mode(is_inference):
+@pytest.mark.parametrize("program", ["not saved", "view"])
+def test_an_inference_tensor_of_an_object_that_was_changed_raises_where_it_is_read(program: str) -> None:
+    with torch.inference_mode():
         o = Holder(t=torch.ones(3), other=torch.ones(3))
-    if is_inference and program == "saved":
-        return  # autograd saves no inference tensors
     y = ours(OBJECT_PROGRAMS[program], leaf(3), o)
-    with torch.inference_mode(is_inference):
+    with torch.inference_mode():
         o.t.add_(1)
-    with pytest.raises(actckpt.errors.RerunMismatchError):
+    with pytest.raises(actckpt.errors.InputChangedError, match=r"(?s)'t' of a Holder.*inference tensor"):
         y.sum().backward()
 
 
-def test_a_subclass_tensor_of_an_object_that_was_changed_and_is_not_needed_does_no_harm() -> None:
-    o, x = Holder(t=TwoTensor(torch.ones(3), torch.ones(3))), leaf(3)
-    y = ours(lambda x, o: x.exp() + o.t.a, x, o)
+def test_a_subclass_tensor_of_an_object_that_was_changed_raises() -> None:
+    o = Holder(t=TwoTensor(torch.ones(3), torch.ones(3)))
+    y = ours(lambda x, o: x.exp() + o.t.a, leaf(3), o)
     o.t.add_(1)
-    y.sum().backward()
-    assert_equal(x.grad, x.detach().exp())
+    with pytest.raises(actckpt.errors.InputChangedError, match="'t' of a Holder"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("program", OBJECT_PROGRAMS)
+def test_a_tensor_of_an_object_that_was_changed_in_place_raises_where_it_is_read(program: str) -> None:
+    o = Holder(t=torch.ones(3), other=torch.ones(3))
+    y = ours(OBJECT_PROGRAMS[program], leaf(3), o)
+    o.t.add_(1)
+    with pytest.raises(actckpt.CheckpointError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 def test_a_tensor_of_an_object_that_was_changed_and_is_not_read_does_no_harm() -> None:
@@ -218,11 +219,28 @@ def test_a_tensor_of_an_object_that_the_function_reads_and_changes_raises() -> N
         return (x + o.t).exp()
 
     y = ours(region, leaf(3), Holder(t=torch.ones(3)))
-    with pytest.raises(actckpt.errors.RerunMismatchError, match="does not repeat its forward"):
+    with pytest.raises(
+        actckpt.errors.InputChangedError, match=r"(?s)Attribute 't' of a Holder.*version 4.*version 0.*buffer"
+    ):
         y.sum().backward()
 
 
-def test_the_check_can_be_switched_off() -> None:
+def test_a_read_of_a_changed_tensor_that_the_function_catches_raises_in_the_end() -> None:
+    def region(x: torch.Tensor, o: Holder) -> torch.Tensor:
+        try:
+            x = x + o.t
+        except Exception:
+            x = x + 0.0
+        return x.exp()
+
+    o = Holder(t=torch.ones(3))
+    y = ours(region, leaf(3), o, early_stop=False)
+    o.t.add_(1)
+    with pytest.raises(actckpt.errors.InputChangedError):
+        y.sum().backward()
+
+
+def test_the_check_of_reads_can_be_switched_off() -> None:
     o = Holder(t=torch.ones(3))
     x = leaf(3)
     y = ours(OBJECT_PROGRAMS["not saved"], x, o, determinism_check="none")

@@ -1,7 +1,6 @@
-"""Position-sensitive checksums and sums of what is behind a tensor, in pieces of bounded size."""
+"""Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
 
 import contextlib
-import math
 import operator
 import threading
 import weakref
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["are_close", "checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out", "sums"]
+__all__ = ["checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out"]
 
 #: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
 _LEAST_PIECE = 1 << 15
@@ -25,8 +24,6 @@ _thread = threading.local()
 _Context = Callable[[], AbstractContextManager[object]]
 #: Around each checksum, as long as their objects live: of what counts the bytes of a step by an allocator.
 _around: list[weakref.WeakMethod[_Context]] = []
-#: Relative to its norm, how much a tensor may differ by rounding alone.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
 
@@ -37,39 +34,12 @@ def checksum(tensor: Tensor) -> Tensor:
     Each element counts once, however often an expanded or overlapping view shows it, and memory between them does not.
     Cost: time in the elements in memory; 16 bytes of temporaries for each of a piece of them.
     """
-    with _not_counted():
-        return _checksum(tensor)
-
-
-def sums(tensor: Tensor) -> Tensor | None:
-    """Return two sums of a floating-point tensor, on its device: `are_close` compares them. Call it paused.
-
-    The first sum has a weight for each position, so that elements in another order change it. The second is the sum of
-    squares. Not-a-number and infinities do not count. None: the tensor holds integers.
-    """
-    if not tensor.is_floating_point() and not tensor.is_complex():
-        return None
-    with _not_counted():
-        return _sums(tensor)
-
-
-def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether rounding explains the difference of tensors of a dtype with these sums. Waits for the device."""
-    (one_sum, one_square), (other_sum, other_square) = one.tolist(), other.tolist()
-    norm = max(one_square, other_square) ** 0.5
-    allowed = _ROUNDING.get(dtype.to_real(), 0.0) * norm
-    is_finite = math.isfinite(norm) and math.isfinite(one_sum) and math.isfinite(other_sum)
-    return is_finite and abs(one_sum - other_sum) <= allowed and abs(one_square**0.5 - other_square**0.5) <= allowed
-
-
-@contextlib.contextmanager
-def _not_counted() -> Iterator[None]:
     _thread.is_running = True
     try:
         with contextlib.ExitStack() as stack:
             for context in _contexts():
                 stack.enter_context(context())
-            yield
+            return _sum(tensor)
     finally:
         _thread.is_running = False
 
@@ -102,37 +72,18 @@ def _contexts() -> list[_Context]:
     return [context for _, context in found if context is not None]
 
 
-def _checksum(tensor: Tensor) -> Tensor:
+def _sum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
     words = _words(tensor)
-    weights = _weights(words)
-    for piece in map(_wide, _pieces(words, weights.numel())):
+    most = min(max(words.numel() // _PART, _LEAST_PIECE), _MOST_PIECE) // 8 * 8
+    weights = torch.arange(min(most, words.numel()), dtype=torch.int64, device=tensor.device)
+    weights.mul_(_MULTIPLIER).bitwise_or_(1)
+    for piece in map(_wide, _pieces(words, most)):
         # A product of odd weights counts each element, so that no single change of one is lost.
         total = torch.add((piece * weights[: piece.numel()].view(piece.shape)).sum(), total, alpha=_MULTIPLIER)
     return total
-
-
-def _sums(tensor: Tensor) -> Tensor:
-    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
-    if tensor.numel() == 0:
-        return total
-    elements = _elements(tensor)
-    dtype = torch.float64 if elements.dtype == torch.float64 else torch.float32
-    weights = _weights(elements).to(dtype).mul_(2.0**-63)
-    for number, piece in enumerate(_pieces(elements, weights.numel())):
-        wide = piece.to(dtype).nan_to_num(0.0, 0.0, 0.0)
-        total[0] += (wide * weights[: piece.numel()].view(piece.shape)).sum(dtype=torch.float64) * (1 + number % 7)
-        total[1] += wide.square_().sum(dtype=torch.float64)
-    return total
-
-
-def _weights(elements: Tensor) -> Tensor:
-    """Return one odd number of 64 bits for each element of a piece."""
-    most = min(max(elements.numel() // _PART, _LEAST_PIECE), _MOST_PIECE) // 8 * 8
-    weights = torch.arange(min(most, elements.numel()), dtype=torch.int64, device=elements.device)
-    return weights.mul_(_MULTIPLIER).bitwise_or_(1)
 
 
 def _wide(words: Tensor) -> Tensor:
@@ -166,27 +117,22 @@ def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the elements behind a tensor as integers (see `_elements`)."""
-    elements = _elements(tensor)
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(elements.element_size(), torch.int64)
-    return elements.view(dtype)
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """Return the real elements behind a tensor, each once where that can be told from its strides."""
+    """Return the elements behind a tensor as integers, each once where that can be told from its strides."""
+    size = tensor.element_size()
     dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
     dims.sort(key=operator.itemgetter(1))
     offset = tensor.storage_offset()
     # The bytes as they are. Views all along: of torch.func's wrappers no storage can be reached.
     plain = tensor.conj() if tensor.is_conj() else tensor.detach()
     plain = torch_private.neg_view(plain) if plain.is_neg() else plain
-    if plain.is_complex():
+    if size > 8:
         plain = torch.view_as_real(plain)
         dims = [(2, 1), *((n, 2 * stride) for n, stride in dims)]
         offset *= 2
     merged = _merged(dims)
     shape, strides = [n for n, _ in reversed(merged)], [stride for _, stride in reversed(merged)]
-    return plain.as_strided(shape, strides, offset)
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
+    return plain.view(dtype).as_strided(shape, strides, offset)
 
 
 def _merged(dims: _Dims) -> _Dims:

@@ -1,14 +1,31 @@
-"""What a rerun finds in modules: what its forward found there.
+"""What a rerun finds in containers, objects and modules: what its forward found there.
 
 NOTE [ Found by the forward ]
 
-Rule 1. A parameter, buffer or module that another one has taken the place of is back for the rerun
-        (`functional_call`), and each module is in the mode of its forward, training or evaluation. When the rerun ends,
-        by an error too, what was there before it is put back. Another thread that runs the same module meanwhile finds
-        these, too. Buffers that a forward changes: NOTE [ Buffers ].
-Rule 2. What else a function reads and changes (lists, dicts, attributes, globals) is left alone: the audit finds it
-        (NOTE [ Audit of reruns ]).
-Rule 3. Such reruns run one at a time, as those that restore random state do.
+Rule 1. A rerun finds in the lists, dicts, sets, deques and attributes of objects that its function and arguments
+        lead to (csrc/rerun/object_state.h), and at the global variables that the function names, what the forward
+        found there, whoever changed it since: somebody after the forward, or the forward itself, which appended to
+        a key-value cache. When the rerun ends, by an error too, what was there before it is put back. So nothing is
+        appended twice, and nobody outside sees a rerun.
+Rule 2. It is noted which object stands where. The tensors of containers are watched by Rule 1 of NOTE [ Inputs of a
+        region ]. Those that only objects lead to may change as long as no rerun reads them: a rerun runs under
+        `_StaleReads` once one has changed. Reads of subclasses, and of sparse tensors, are not seen: such a one raises.
+Rule 3. What the forward found is held, and never what it left: that may lead to the region's saved tensors, which own
+        the region, and Python's collector does not see through autograd's nodes. Nor is the graph held of a tensor
+        that the forward displaced: it may have been left there by the call before, whose region that would own.
+Rule 4. Left alone are the attributes of modules (frameworks keep state there that a second call must find as the
+        first one left it; states of generators come back by NOTE [ Random state ]), objects of torch's classes and of
+        the standard library's (but for namespaces and collections), objects with a lock of their own, which other
+        threads use, what trackers of random state hold, and what lies beyond 10,000 entries of objects. Globals count
+        for functions of one file.
+Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
+        (`functional_call`). So is what an attribute was before a generator was put there: one that a module makes in
+        its first forward has moved on since. Another thread that runs the same module meanwhile finds these, too.
+        Buffers that a forward changes: NOTE [ Buffers ].
+Rule 6. Such reruns run one at a time, as those that restore random state do.
+Rule 7. A rerun that ends early may be between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
+        Containers are put back all the same. Attributes, globals and closure variables may have been set by others
+        meanwhile: there the rerun runs to its end, where the function undoes its own change and no other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,12 +42,25 @@ from actckpt._core.tensor_changes import version_of
 from actckpt._rerun.buffers import Buffers, Stale, tensors_in, written_tensors
 from actckpt.errors import InputChangedError
 
-__all__ = ["modules_as_found", "reads_checked"]
+__all__ = ["modules_as_found", "reads_checked", "structure_as_found"]
+
+
+@contextmanager
+def structure_as_found(structure: "_C.Structure") -> Iterator[None]:
+    """Run the body with what the forward found in containers and objects (Rule 1)."""
+    if structure.is_empty:
+        yield
+        return
+    replaced = structure.swap_in()
+    try:
+        yield
+    finally:
+        structure.put_back(replaced)
 
 
 @contextmanager
 def modules_as_found(parameters: "_C.Parameters", buffers: Buffers | None) -> Iterator[list[Stale]]:
-    """Run the body with the forward's parameters, modules and buffers (Rule 1); yield buffers that it must not read."""
+    """Run the body with the forward's parameters, modules and buffers (Rule 5); yield buffers that it must not read."""
     replaced = parameters.replaced()
     outside = [(entries, key, *_in(entries, key)) for entries, key, *_ in replaced]
     with ExitStack() as stack:
@@ -59,7 +89,7 @@ def _put(replaced: Sequence[_Entry]) -> None:
 
 @contextmanager
 def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
-    """Run the body; raise if an operator in it reads one of these tensors (Rule 3 of NOTE [ Buffers ]).
+    """Run the body; raise if an operator in it reads one of these tensors (Rule 2).
 
     Raises:
         InputChangedError: one was read, or it cannot be told. Raised when the body ends, too, in case that it caught

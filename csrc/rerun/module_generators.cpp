@@ -1,0 +1,140 @@
+#include "rerun/module_generators.h"
+
+#include <algorithm>
+
+#include "core/python.h"
+
+namespace actckpt {
+namespace {
+
+// Of what stands in a list, tuple or dict that is an attribute, so many are looked at.
+constexpr Py_ssize_t kMostLookedAt = 64;
+
+bool is_generator(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  if (reinterpret_cast<PyObject*>(type) == names().generator_type) return true;
+  // Types that no class statement made are no subclasses of torch's, which takes time to ask.
+  return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_of_type(value, names().generator_type);
+}
+
+// Whether a key is of the attributes that each module has, and that are no generators.
+bool is_of_every_module(PyObject* key) noexcept {
+  return key == names().parameters || key == names().modules || key == names().buffers ||
+         key == names().is_full_backward_hook;
+}
+
+// Whether a module is in training; null where it does not say.
+PyObject* mode_of(const py::object& attributes) {
+  PyObject* found = PyDict_GetItemWithError(attributes.ptr(), names().training);
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return found;
+}
+
+void add_place(py::object* displaced, const py::tuple& place) {
+  if (!*displaced) *displaced = py::list();
+  if (PyList_Append(displaced->ptr(), place.ptr()) < 0) throw py::error_already_set();
+}
+
+}  // namespace
+
+void ModuleGenerators::note(const py::object& attributes) {
+  noted_.push_back(
+      {attributes, py::reinterpret_borrow<py::object>(mode_of(attributes)), PyDict_GET_SIZE(attributes.ptr())});
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
+    if (is_of_every_module(key)) continue;
+    const bool is_one = is_generator(value);
+    if (is_one) add(value);
+    if (is_one || value == Py_None) {
+      places_.push_back(
+          {attributes, py::reinterpret_borrow<py::object>(key), py::reinterpret_borrow<py::object>(value)});
+    } else {
+      add_those_in(value);
+    }
+  }
+}
+
+void ModuleGenerators::add(PyObject* generator) {
+  if (!all_) all_ = py::list();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(all_.ptr()); ++i) {
+    if (PyList_GET_ITEM(all_.ptr(), i) == generator) return;
+  }
+  if (PyList_Append(all_.ptr(), generator) < 0) throw py::error_already_set();
+}
+
+void ModuleGenerators::add_those_in(PyObject* container) {
+  if (PyList_CheckExact(container) || PyTuple_CheckExact(container)) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(container);
+    for (Py_ssize_t i = 0; i < std::min(size, kMostLookedAt); ++i) {
+      PyObject* value = PySequence_Fast_GET_ITEM(container, i);
+      if (is_generator(value)) add(value);
+    }
+  } else if (PyDict_CheckExact(container)) {
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    for (Py_ssize_t i = 0; i < kMostLookedAt && PyDict_Next(container, &position, &key, &value) != 0; ++i) {
+      if (is_generator(value)) add(value);
+    }
+  }
+}
+
+const ModuleGenerators::Place* ModuleGenerators::find(const py::object& attributes, PyObject* key) const {
+  for (const Place& place : places_) {
+    if (!place.attributes.is(attributes)) continue;
+    const int is_same = PyObject_RichCompareBool(place.key.ptr(), key, Py_EQ);
+    if (is_same < 0) throw py::error_already_set();
+    if (is_same != 0) return &place;
+  }
+  return nullptr;
+}
+
+const ModuleGenerators::Noted* ModuleGenerators::noted(const py::object& attributes) const {
+  // They are looked at in the order in which they were noted: it is most often the last one found, or the next one.
+  for (std::size_t i = 0; i < noted_.size(); ++i) {
+    const std::size_t place = (last_found_ + i) % noted_.size();
+    if (!noted_[place].attributes.is(attributes)) continue;
+    last_found_ = place;
+    return &noted_[place];
+  }
+  return nullptr;
+}
+
+void ModuleGenerators::add_mode(const py::object& attributes, py::object* displaced) const {
+  const Noted* known = noted(attributes);
+  if (known == nullptr || !known->mode) return;
+  PyObject* found = mode_of(attributes);
+  if (found == nullptr || found == known->mode.ptr()) return;
+  const auto key = py::reinterpret_borrow<py::object>(names().training);
+  add_place(displaced, py::make_tuple(attributes, key, known->mode));
+}
+
+// Whether an attribute came after a module was noted: later ones stand behind those that there were.
+bool ModuleGenerators::is_new(const py::object& attributes, Py_ssize_t number) const {
+  const Noted* known = noted(attributes);
+  return known != nullptr && number >= known->size;
+}
+
+void ModuleGenerators::add_displaced(const py::object& attributes, py::object* displaced) const {
+  add_mode(attributes, displaced);
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  for (Py_ssize_t number = 0; PyDict_Next(attributes.ptr(), &position, &key, &value) != 0; ++number) {
+    if (is_of_every_module(key) || !is_generator(value)) continue;
+    const Place* place = find(attributes, key);
+    if (place == nullptr && is_new(attributes, number)) {
+      add_place(displaced, py::make_tuple(attributes, py::handle(key)));
+    } else if (place != nullptr && place->value.ptr() != value) {
+      add_place(displaced, py::make_tuple(attributes, place->key, place->value));
+    }
+  }
+  for (const Place& place : places_) {
+    if (!place.attributes.is(attributes) || place.value.is_none()) continue;
+    PyObject* found = PyDict_GetItemWithError(attributes.ptr(), place.key.ptr());
+    if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    const bool is_gone = found == nullptr || found == Py_None;
+    if (is_gone) add_place(displaced, py::make_tuple(attributes, place.key, place.value));
+  }
+}
+
+}  // namespace actckpt

@@ -1,0 +1,589 @@
+"""A rerun finds containers and objects as its forward found them, and leaves them as it finds them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import signal
+import threading
+import types
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, soon
+
+import actckpt
+
+
+def _hooked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Inside saved-tensor hooks, inputs are held packed and built again."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(),), lambda packed: packed[0]):
+        return ours(function, *args, **kwargs)
+
+
+def _nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return ours(lambda: ours(function, *args, **kwargs) * 1.0)
+
+
+def _to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return ours(function, *args, early_stop=False, **kwargs)
+
+
+def _without_random_state(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return ours(function, *args, preserve_rng_state=False, **kwargs)
+
+
+METHODS: dict[str, Checkpoint] = {
+    "plainly": ours,
+    "inside hooks": _hooked,
+    "nested": _nested,
+    "to the end": _to_the_end,
+    "without random state": _without_random_state,
+}
+
+
+class Plain:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Slotted:
+    __slots__ = ("__dict__", "other", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class SlottedAgain(Slotted):
+    __slots__ = ("more",)
+
+
+@dataclasses.dataclass
+class Data:
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    value: Any
+
+
+class Property:
+    """Keeps its value behind a property, and answers for attributes that it does not have."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"nobody asked for {name}")
+
+
+class Marked(list[Any]):
+    value: Any = None
+
+
+def _set(name: str) -> Callable[[Any, Any], None]:
+    return lambda c, value: object.__setattr__(c, name, value)
+
+
+def _total(values: Any) -> Any:
+    total: Any = 0.0
+    for value in values:
+        total = total + value
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A container that holds values: how to make it, read it and change it."""
+
+    make: Callable[[], Any]
+    read: Callable[[Any], Any]
+    change: Callable[[Any, Any], Any]
+
+
+def _at(key: Any) -> Callable[[Any, Any], None]:
+    return lambda c, value: c.__setitem__(key, value)
+
+
+def _twice() -> list[Any]:
+    one = Plain(2.0)
+    return [one, {"again": one}]
+
+
+KINDS: dict[str, Kind] = {
+    "item of a list": Kind(lambda: [2.0], lambda c: c[0], _at(0)),
+    "list appended to": Kind(lambda: [2.0], _total, lambda c, v: c.append(v)),
+    "list emptied": Kind(lambda: [2.0, 1.0], lambda c: _total(c) + len(c), lambda c, v: c.clear()),
+    "list of a subclass": Kind(lambda: Marked([2.0]), lambda c: c[0], _at(0)),
+    "attribute of a list": Kind(lambda: Marked(), lambda c: 2.0 if c.value is None else c.value, _set("value")),
+    "value of a dict": Kind(lambda: {"a": 2.0}, lambda c: c["a"], _at("a")),
+    "new key of a dict": Kind(lambda: {"a": 2.0}, lambda c: _total(c.values()), _at("b")),
+    "key taken out": Kind(lambda: {"a": 2.0, "b": 3.0}, lambda c: _total(c.values()), lambda c, v: c.pop("a", 0)),
+    "order of a dict": Kind(
+        lambda: {"a": 2.0, "b": 3.0}, lambda c: next(iter(c.values())), lambda c, v: c.update(a=c.pop("a"))
+    ),
+    "ordered dict": Kind(
+        lambda: collections.OrderedDict(a=2.0, b=3.0), lambda c: next(iter(c.values())), lambda c, v: c.move_to_end("a")
+    ),
+    "default dict": Kind(lambda: collections.defaultdict(float), lambda c: c["a"] + 2.0, _at("a")),
+    "counter": Kind(lambda: collections.Counter(a=2), lambda c: c["a"], lambda c, v: c.update("a")),
+    "set": Kind(lambda: {2.0}, lambda c: len(c) + 1.0, lambda c, v: c.add(v)),
+    "deque": Kind(lambda: collections.deque([2.0, 1.0], maxlen=2), lambda c: c[0], lambda c, v: c.append(v)),
+    "attribute": Kind(lambda: Plain(2.0), lambda c: c.value, _set("value")),
+    "new attribute": Kind(lambda: Plain(2.0), lambda c: getattr(c, "other", 2.0), _set("other")),
+    "attribute taken away": Kind(
+        lambda: Plain(2.0), lambda c: getattr(c, "value", 3.0), lambda c, v: c.__dict__.pop("value", None)
+    ),
+    "slot": Kind(lambda: Slotted(2.0), lambda c: c.value, _set("value")),
+    "new slot": Kind(lambda: Slotted(2.0), lambda c: getattr(c, "other", 2.0), _set("other")),
+    "slot of a subclass": Kind(lambda: SlottedAgain(2.0), lambda c: getattr(c, "more", 2.0), _set("more")),
+    "dict beside slots": Kind(lambda: Slotted(2.0), lambda c: getattr(c, "free", 2.0), _set("free")),
+    "dataclass": Kind(lambda: Data(2.0), lambda c: c.value, _set("value")),
+    "frozen dataclass": Kind(lambda: Frozen(2.0), lambda c: c.value, _set("value")),
+    "property": Kind(lambda: Property(2.0), lambda c: c.value, _set("value")),
+    "namespace": Kind(lambda: types.SimpleNamespace(value=2.0), lambda c: c.value, _set("value")),
+    "arguments": Kind(lambda: argparse.Namespace(value=2.0), lambda c: c.value, _set("value")),
+    "user dict": Kind(lambda: collections.UserDict(a=2.0), lambda c: c["a"], _at("a")),
+    "list in a tuple": Kind(lambda: (1.0, [2.0]), lambda c: c[1][0], lambda c, v: _at(0)(c[1], v)),
+    "deep inside": Kind(
+        lambda: {"a": [Plain(collections.deque([Data([2.0])]))]},
+        lambda c: c["a"][0].value[0].value[0],
+        lambda c, v: _at(0)(c["a"][0].value[0].value, v),
+    ),
+    "object in an object": Kind(
+        lambda: Plain(Plain(2.0)), lambda c: c.value.value, lambda c, v: setattr(c, "value", Plain(v))
+    ),
+    "attribute of a function": Kind(lambda: lambda: None, lambda c: getattr(c, "value", 2.0), _set("value")),
+    "two names for one": Kind(_twice, lambda c: c[1]["again"].value, lambda c, v: _set("value")(c[0], v)),
+}
+
+
+def _gradient_and_state(method: Checkpoint, kind: Kind, region: Callable[..., Any], after: Any) -> list[Any]:
+    x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+    container = kind.make()
+    y = method(region, x, container)
+    if after is not None:
+        kind.change(container, after)
+    result = []
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        result += [grad, kind.read(container)]
+    return result
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("value", [5.0, torch.tensor([5.0, 6.0, 7.0])], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_was_changed_after_the_forward_is_as_it_was_in_the_rerun(name: str, value: Any, method: str) -> None:
+    kind = KINDS[name]
+
+    def region(x: torch.Tensor, container: Any) -> torch.Tensor:
+        return (x * kind.read(container)).exp()
+
+    results = [_gradient_and_state(one, kind, region, value) for one in (plain, METHODS[method])]
+    assert_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("makes_tensor", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_the_function_itself_changes_is_changed_once(name: str, makes_tensor: bool, method: str) -> None:
+    kind = KINDS[name]
+
+    def region(x: torch.Tensor, container: Any) -> torch.Tensor:
+        h = (x * kind.read(container)).exp()
+        kind.change(container, h.sin() if makes_tensor and name != "set" else 4.0)
+        return (h * kind.read(container)).exp().sin()
+
+    results = [_gradient_and_state(one, kind, region, None) for one in (plain, METHODS[method])]
+    assert_equal(_detached(results[1]), _detached(results[0]))
+
+
+def _detached(values: list[Any]) -> list[Any]:
+    return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
+
+
+def _read_and_count(x: torch.Tensor, state: Any) -> torch.Tensor:
+    state[0] += 1.0
+    return (x * state[0]).exp()
+
+
+class Counting:
+    def __init__(self, state: list[float]) -> None:
+        self.state = state
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return _read_and_count(x, self.state)
+
+    __call__ = run
+
+
+def _in_closure(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+    return checkpoint(lambda x: _read_and_count(x, state), x)
+
+
+def _in_closure_of_closure(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return _read_and_count(x, state)
+
+    return checkpoint(lambda x: inner(x), x)
+
+
+def _in_default(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+    return checkpoint(lambda x, state=state: _read_and_count(x, state), x)
+
+
+def _in_keyword_default(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+    def function(x: torch.Tensor, *, state: Any = state) -> torch.Tensor:
+        return _read_and_count(x, state)
+
+    return checkpoint(function, x)
+
+
+def _through_append(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+    return checkpoint(lambda x, push: (push(3.0), x * len(push.__self__))[1].exp(), x, state.append)
+
+
+STATE: Any = None
+SCALE = 2.0
+
+
+def _count_in_global(x: torch.Tensor) -> torch.Tensor:
+    return _read_and_count(x, STATE)
+
+
+def _state() -> Any:
+    return STATE
+
+
+def _count_through_another_function(x: torch.Tensor) -> torch.Tensor:
+    return _read_and_count(x, _state())
+
+
+def _with_global(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
+        global STATE
+        STATE = state
+        return checkpoint(function, x)
+
+    return call
+
+
+ROUTES: dict[str, Callable[..., torch.Tensor]] = {
+    "positional": lambda ck, x, s: ck(_read_and_count, x, s),
+    "keyword": lambda ck, x, s: ck(_read_and_count, x, state=s),
+    "partial": lambda ck, x, s: ck(partial(lambda s, x: _read_and_count(x, s), s), x),
+    "partial keyword": lambda ck, x, s: ck(partial(_read_and_count, state=s), x),
+    "tuple": lambda ck, x, s: ck(lambda x, pair: _read_and_count(x, pair[0]), x, (s, 1)),
+    "closure": _in_closure,
+    "closure of a closure": _in_closure_of_closure,
+    "default": _in_default,
+    "keyword-only default": _in_keyword_default,
+    "method of an object": lambda ck, x, s: ck(Counting(s).run, x),
+    "object that can be called": lambda ck, x, s: ck(Counting(s), x),
+    "method of the container": _through_append,
+    "global": _with_global(_count_in_global),
+    "global of another function": _with_global(_count_through_another_function),
+    "function among the arguments": lambda ck, x, s: ck(lambda x, f: f(x), x, lambda x: _read_and_count(x, s)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("route", ROUTES)
+def test_containers_are_found_wherever_the_function_gets_them_from(route: str, method: str) -> None:
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        x, state = torch.tensor([0.1, 0.2, 0.3], requires_grad=True), [1.0]
+        y = ROUTES[route](checkpoint, x, state)
+        left = list(state)
+        state.append(7.0)
+        y.sum().backward()
+        return [x.grad, left, state]
+
+    assert_equal(run(METHODS[method]), run(plain))
+
+
+def _scaled(x: torch.Tensor) -> torch.Tensor:
+    return (x * SCALE).exp()
+
+
+def _scaled_anew(x: torch.Tensor) -> torch.Tensor:
+    global SCALE
+    SCALE = SCALE + 1.0
+    return (x * SCALE).exp()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("function", [_scaled, _scaled_anew])
+def test_a_global_that_was_bound_anew_is_as_it_was_in_the_rerun(function: Any, method: str) -> None:
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        global SCALE
+        SCALE = 2.0
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        y = checkpoint(function, x)
+        left, SCALE = SCALE, 7.0
+        y.sum().backward()
+        return [x.grad, left, SCALE]
+
+    assert_equal(run(METHODS[method]), run(plain))
+
+
+def test_several_regions_that_share_one_container_each_find_what_their_forward_found() -> None:
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        x = h = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        past: list[torch.Tensor] = []
+
+        def region(h: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+            past.append(h.sin())
+            return torch.stack(past).cos().sum(0)
+
+        for _ in range(4):
+            h = checkpoint(region, h, past)
+        lengths = [len(past)]
+        h.sum().backward()
+        return [x.grad, *lengths, len(past), [p.detach() for p in past]]
+
+    assert_equal(run(ours), run(plain))
+    assert_equal(run(_nested), run(plain))
+
+
+def test_a_container_is_put_back_after_a_rerun_that_failed() -> None:
+    runs = Log()
+
+    def region(x: torch.Tensor, past: list[Any], state: Plain) -> torch.Tensor:
+        runs.append(1)
+        past.append(1)
+        state.value += 1
+        if len(runs) > 1:
+            raise KeyError("rerun")
+        return (x * len(past) * state.value).exp()
+
+    past, state = [0], Plain(0)
+    y = ours(region, leaf(3), past, state)
+    past.append(2)
+    with pytest.raises(KeyError, match="rerun"):
+        y.sum().backward()
+    assert past == [0, 1, 2] and state.value == 1
+
+
+def test_a_container_that_the_forward_emptied_holds_its_objects_until_backward_only() -> None:
+    held = leaf(3) * 2
+    storage = weakref.ref(held.untyped_storage())
+    past = [held]
+    del held
+
+    def region(x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
+        return (x * past.pop()).exp()
+
+    y = ours(region, leaf(3), past)
+    assert past == [] and storage() is not None
+    y.sum().backward()
+    del y
+    assert soon(lambda: storage() is None)
+
+
+def test_an_attribute_that_a_signal_handler_sets_during_a_rerun_stays() -> None:
+    runs = Log()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.steps, self.should_stop = 0, False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            runs.append(1)
+            self.steps += 1
+            if len(runs) == 2:
+                signal.raise_signal(signal.SIGUSR1)
+            return (x * self.steps).exp()
+
+    trainer = Trainer()
+    before = signal.signal(signal.SIGUSR1, lambda *_: setattr(trainer, "should_stop", True))
+    try:
+        ours(trainer.forward, leaf(3)).sum().backward()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(runs) == 2 and trainer.should_stop and trainer.steps == 1
+
+
+def test_objects_that_other_threads_use_are_left_alone() -> None:
+    class Queue:
+        def __init__(self) -> None:
+            self.lock, self.items = threading.Lock(), []
+
+    queue = Queue()
+    x = leaf(3)
+    y = ours(lambda x, queue: (queue.items.append(1), x.exp().sin())[1], x, queue)
+    y.sum().backward()
+    assert len(queue.items) == 2
+
+
+def test_attributes_of_modules_are_left_as_a_second_call_leaves_them() -> None:
+    # Frameworks keep state there which the rerun must find as the forward left it.
+    class Stateful(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor, scale: list[float]) -> torch.Tensor:
+            self.calls += 1
+            return (x * scale[0]).exp()
+
+    module = Stateful()
+    ours(module, leaf(3), [2.0]).sum().backward()
+    assert module.calls == 2
+
+
+def test_an_object_that_leads_to_a_whole_program_costs_bounded_time() -> None:
+    program = Plain([Plain({"values": list(range(1000))}) for _ in range(1000)])
+    for i, one in enumerate(program.value):
+        one.next = program.value[i - 1]
+    state = [1.0]
+    program.state = state
+    chain = Plain(torch.zeros(()))
+    for _ in range(20_000):
+        chain = Plain([chain, torch.zeros(())])
+    assert 0 < len(actckpt._C.Structure((chain,), set(), []).take_tensors()) < 10_000
+    x = leaf(3)
+    y = ours(lambda x, program: (x * program.state[0]).exp(), x, program)
+    state[0] = 5.0
+    y.sum().backward()
+    assert_equal(x.grad, x.detach().exp())
+
+
+def test_generators_of_an_object_draw_the_same_again() -> None:
+    def run(checkpoint: Checkpoint) -> torch.Tensor | None:
+        o = Plain(torch.Generator().manual_seed(3))
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        y = checkpoint(lambda x, o: (x * torch.rand(3, generator=o.value)).exp(), x, o)
+        y.sum().backward()
+        return x.grad
+
+    assert_equal(run(ours), run(plain))
+
+
+def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None:
+    shared: list[float] = [1.0]
+    x = [torch.tensor([0.1, 0.2, 0.3], requires_grad=True) for _ in range(2)]
+
+    def region(x: torch.Tensor, state: list[float]) -> torch.Tensor:
+        state[0] += 1.0
+        scale = state[0]
+        for _ in range(50):
+            x = x * 1.0
+            assert state[0] == scale
+        return (x * scale).exp()
+
+    def backward(i: int, loss: torch.Tensor, grads: dict[int, torch.Tensor]) -> None:
+        (grads[i],) = torch.autograd.grad(loss, x[i])
+
+    for _ in range(20):
+        shared[:] = [1.0]
+        expected = [torch.autograd.grad((one * (i + 2.0)).exp().sum(), one)[0] for i, one in enumerate(x)]
+        losses = [ours(region, one, shared, preserve_rng_state=False).sum() for one in x]
+        grads: dict[int, torch.Tensor] = {}
+        threads = [threading.Thread(target=backward, args=(i, losses[i], grads)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert_equal([grads[0], grads[1]], expected)
+        assert shared == [3.0]
+
+
+DEPTH = 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_the_function_changes_and_changes_back_is_back_after_a_rerun_that_ends_early(method: str) -> None:
+    def run(checkpoint: Checkpoint) -> list[Any]:
+        global DEPTH
+        past, ordered, state, slots, depth = [1.0], collections.OrderedDict(a=2.0, b=3.0), Plain(0), Slotted(0), 0
+
+        def region(x: torch.Tensor, past: list[float]) -> torch.Tensor:
+            global DEPTH
+            nonlocal depth
+            past.append(2.0)
+            ordered.move_to_end("a")
+            state.value += 1
+            slots.value += 1
+            depth += 1
+            DEPTH += 1
+            y = (x * len(past) * state.value * slots.value * depth * DEPTH * next(iter(ordered.values()))).exp()
+            past.pop()
+            ordered.move_to_end("b")
+            state.value -= 1
+            slots.value -= 1
+            depth -= 1
+            DEPTH -= 1
+            return y
+
+        DEPTH = 0
+        torch.manual_seed(0)
+        x = leaf(3)
+        grads = []
+        for _ in range(2):
+            y = checkpoint(region, x, past) + checkpoint(region, x, past)
+            grads += torch.autograd.grad(y.sum(), x)
+        return [*grads, past, list(ordered), state.value, slots.value, depth, DEPTH]
+
+    expected, found = run(plain), run(METHODS[method])
+    assert found[2:] == expected[2:]
+    assert_equal(found[:2], expected[:2])
+
+
+@pytest.mark.parametrize("container", [collections.OrderedDict(), set()], ids=["OrderedDict", "set"])
+def test_a_tensor_that_the_forward_displaces_does_not_own_the_regions_before(container: Any) -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        if isinstance(container, set):
+            container.clear()
+            container.add(y)
+        else:
+            container["last"] = y
+        return y.sin()
+
+    storages = []
+    for _ in range(4):
+        x = leaf(3) * 1
+        storages.append(weakref.ref(x.untyped_storage()))
+        ours(region, x)
+        del x
+    assert [storage() is None for storage in storages[:2]] == [True, True]
+
+
+class OutOfContext:
+    """A proxy that stands for nothing at the moment."""
+
+    @property
+    def __class__(self) -> Any:
+        raise RuntimeError("outside of its context")
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise AssertionError
+
+
+def _dead_proxy() -> Any:
+    return weakref.proxy(Plain(0))
+
+
+@pytest.mark.parametrize("proxy", [OutOfContext, _dead_proxy])
+def test_a_proxy_of_nothing_in_an_object_is_not_touched(proxy: Callable[[], Any]) -> None:
+    state = Plain(2.0)
+    state.proxy = proxy()  # type: ignore[attr-defined]
+    x = leaf(3)
+    ours(lambda x: (x * state.value).exp(), x).sum().backward()
+    assert x.grad is not None
