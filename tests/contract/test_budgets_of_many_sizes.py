@@ -135,6 +135,7 @@ def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.Monke
     assert len(held) == 1
 
 
+@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("small", [[(8, 3)] * 6, [(8, 16), (8, 3), (8, 3)], [(8, 40), (8, 30)]])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small: Any, autocast: bool) -> None:
