@@ -82,8 +82,6 @@ def _disk(measure: bool) -> Iterator[Finding]:
     except _C.SpillWriteError as error:
         yield "offload of CPU tensors", f"off: {' '.join(str(error).split())}"
         return
-    plain = _C.why_foreign_reads_are_plain()
-    yield "memory freed by C++", f"may crash a copy under way: {plain}" if plain else "is noticed by the copy under way"
     in_memory = _C.is_memory_folder(folder)
     yield "offload of CPU tensors", f"on: unlinked spill file, {'direct' if file.direct else 'buffered'} I/O"
     warning = "; in memory (tmpfs), frees nothing: set spill_dir" if in_memory else ""

@@ -17,7 +17,6 @@
         |   `-- SpillFullError
         |-- SpillReadError
         |-- HostPoolFullError
-        |-- SourceGoneError
         |-- DeviceError
         |-- ForkedError
         `-- ClosedError
@@ -34,7 +33,6 @@ from actckpt._C import (
     EngineError,
     ForkedError,
     HostPoolFullError,
-    SourceGoneError,
     SpillFullError,
     SpillReadError,
     SpillWriteError,
@@ -57,7 +55,6 @@ __all__ = [
     "RanksDifferError",
     "RerunMismatchError",
     "SavedTensorChangedError",
-    "SourceGoneError",
     "SpillFullError",
     "SpillReadError",
     "SpillWriteError",

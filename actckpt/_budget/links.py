@@ -133,7 +133,7 @@ def _spilled(store: CpuStore) -> tuple[float, float]:
     pieces = [torch.full((nbytes,), number, dtype=torch.uint8).untyped_storage() for number in range(_NUM_PIECES)]
     before = store.stats().written_bytes
     began = time.perf_counter()
-    put = [store.engine.put(piece.data_ptr(), nbytes, store.tier, _C.Bytes(piece, 0)) for piece in pieces]
+    put = [store.engine.put(piece.data_ptr(), nbytes, store.tier) for piece in pieces]
     store.flush()
     written = time.perf_counter()
     store.poll()

@@ -24,7 +24,7 @@ ORDER = (
     "reloads",  # moved bytes that one saved tensor asked for, and that wait for others on them
     "replay caches",  # replayed values that the same backward asks for again (csrc/graph/needs.h)
     "rerun values",  # what reruns brought back, and backward has not asked for yet (csrc/rerun/frame.h)
-    "host pool",  # free slabs of pinned memory
+    "host pool",  # free memory of the stores
 )
 
 _holders: dict[str, Callable[[int], int]] = {}

@@ -52,7 +52,7 @@ def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
     }
     if isinstance(stats, _C.HostStats):  # what is not written stays: the put itself always succeeds
         kept = {
-            "kept_full": stats.num_full_writes,
+            "kept_full": stats.num_full_writes + stats.num_kept_full,
             "kept_failed": stats.num_failed_writes - stats.num_full_writes,
             "kept_busy": stats.num_kept_busy,
         }

@@ -77,7 +77,7 @@ class CpuStore(_C.CpuStore):
         self.engine.limit_window(nbytes)
 
     def poll(self) -> None:
-        """Release the sources whose copy has ended. Every other call does so too."""
+        """Release what was read ahead in vain and whose copy has ended. Every other call does so too."""
         self.engine.poll()
 
     def flush(self) -> None:

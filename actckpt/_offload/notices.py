@@ -53,8 +53,8 @@ def tell_of_threads(found: _C.HostStats, num_asked: int) -> None:
 
 
 def tell_of_writes(found: _C.HostStats) -> None:
-    """Tell of writes of CPU tensors that failed; those whose source was freed are no fault of the disk."""
-    tell_of_failed_writes(found.num_failed_writes - found.num_gone_sources, found.num_full_writes, found.last_error)
+    """Tell of writes of CPU tensors that failed."""
+    tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.last_error)
 
 
 def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:

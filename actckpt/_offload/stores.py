@@ -103,10 +103,11 @@ def device_store() -> DeviceStore | None:
 
 def _release_free_slabs(nbytes: int) -> int:
     """Give free host memory back to the system, however much is asked for; returns how many bytes it was."""
-    made = device_store()
-    with suppress(_C.ForkedError):
-        return 0 if made is None else made.engine.trim()
-    return 0
+    released = 0
+    for made in (cpu_store(), device_store()):
+        with suppress(_C.ForkedError):
+            released += 0 if made is None else made.engine.trim()
+    return released
 
 
 pressure.register("host pool", _release_free_slabs)

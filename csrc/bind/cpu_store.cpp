@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/names.h"
+#include "engine/errors.h"
 #include "offload/bytes.h"
 
 namespace actckpt::python {
@@ -74,19 +75,21 @@ class CpuTicket final : public StoreTicket {
 }  // namespace
 
 TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
-                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must) {
-  Reference reference(keep);
+                    const std::shared_ptr<ByteStore>& tier, bool must, PutOutcome* outcome) {
   for (;;) {
-    Released released;
-    TicketPtr ticket = engine.try_put(source, nbytes, tier, reference.get(), &released);
-    if (ticket != nullptr) {
-      reference.commit();
-      drop_references(released);
-      return ticket;
+    try {
+      if (TicketPtr ticket = engine.try_put(source, nbytes, tier)) {
+        *outcome = PutOutcome::kTaken;
+        return ticket;
+      }
+    } catch (const HostPoolFullError&) {
+      engine.count_kept_full();
+      *outcome = PutOutcome::kKeptFull;
+      return nullptr;
     }
-    drop_references(released);
     if (!must) {
       engine.count_kept_busy();
+      *outcome = PutOutcome::kKeptBusy;
       return nullptr;
     }
     const py::gil_scoped_release no_gil;
@@ -160,9 +163,9 @@ void TicketHandle::drop() {
 std::unique_ptr<StoreTicket> CpuStore::put(const Source& source, bool must) {
   return in_python([&]() -> std::unique_ptr<StoreTicket> {
     check_writes();
+    PutOutcome outcome;
     TicketPtr ticket = put_bytes(*engine_, to_pointer(static_cast<std::uintptr_t>(source.address)),
-                                 static_cast<std::size_t>(source.nbytes), tier_,
-                                 py::reinterpret_borrow<py::object>(source.bytes), must);
+                                 static_cast<std::size_t>(source.nbytes), tier_, must, &outcome);
     if (ticket == nullptr) return nullptr;
     return std::make_unique<CpuTicket>(this, std::move(ticket), source.device);
   });

@@ -12,16 +12,17 @@
 
 #include "bind/engine.h"
 #include "engine/host/host_engine.h"
+#include "engine/protocol/device_engine.h"
 #include "offload/store.h"
 
 namespace actckpt::python {
 
 using EnginePtr = std::shared_ptr<HostEngine>;
 
-// Takes `keep`, which keeps the bytes alive and unchanged, and queues the write. Waits while the window is full; null
-// instead unless `must`.
+// Copies the bytes, with the GIL so that no Python code frees them meanwhile, and queues the write. Waits while the
+// window is full; null instead unless `must`, and where there is no memory to copy to.
 TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
-                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must);
+                    const std::shared_ptr<ByteStore>& tier, bool must, PutOutcome* outcome);
 
 // Its end is the ticket's drop.
 class TicketHandle {

@@ -4,7 +4,6 @@
 #include "bind/device_handles.h"
 #include "engine/disk/hash.h"
 #include "engine/errors.h"
-#include "engine/memory/foreign.h"
 #include "engine/process_memory.h"
 
 namespace actckpt::python {
@@ -25,7 +24,6 @@ void bind_errors(py::module_& module) {
   bind_error<HostPoolFullError>(module, "HostPoolFullError", base);
   const py::handle write = bind_error<SpillWriteError>(module, "SpillWriteError", base);
   bind_error<SpillFullError>(module, "SpillFullError", write);
-  bind_error<SourceGoneError>(module, "SourceGoneError", base);
   bind_error<SpillReadError>(module, "SpillReadError", base);
   bind_error<ForkedError>(module, "ForkedError", base);
   bind_error<ClosedError>(module, "ClosedError", base);
@@ -39,8 +37,6 @@ void bind_engine(py::module_& module) {
   bind_device(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
-  // Keeps the GIL: a few system calls, once.
-  module.def("why_foreign_reads_are_plain", &why_foreign_reads_are_plain);
   // Releases the GIL: reads all bytes.
   module.def(
       "hash64", [](std::uintptr_t ptr, std::size_t nbytes) { return hash64(to_pointer(ptr), nbytes); }, py::arg("ptr"),

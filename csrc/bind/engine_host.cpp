@@ -28,10 +28,10 @@ std::vector<std::weak_ptr<HostEngine>>& engines() {
 
 // A ticket, or why the tensor stays.
 py::object put(const EnginePtr& engine, std::uintptr_t ptr, std::size_t nbytes, const std::shared_ptr<ByteStore>& tier,
-               const py::object& keep, bool must) {
-  TicketPtr ticket = put_bytes(*engine, to_pointer(ptr), nbytes, tier, keep, must);
-  return ticket == nullptr ? py::cast(PutOutcome::kKeptBusy)
-                           : py::cast(std::make_unique<TicketHandle>(engine, std::move(ticket)));
+               bool must) {
+  PutOutcome outcome;
+  TicketPtr ticket = put_bytes(*engine, to_pointer(ptr), nbytes, tier, must, &outcome);
+  return ticket == nullptr ? py::cast(outcome) : py::cast(std::make_unique<TicketHandle>(engine, std::move(ticket)));
 }
 
 std::vector<EnginePtr> live_engines() {
@@ -50,8 +50,8 @@ void collect(HostEngine& engine) {
   drop_references(released);
 }
 
-// Called by the interpreter in its main thread, with the GIL: what was written is freed though
-// nobody calls the engine again.
+// Called by the interpreter in its main thread, with the GIL: what nobody asks for any more is freed though nobody
+// calls the engine again.
 int collect_all(void*) {
   for (const EnginePtr& engine : live_engines()) {
     try {
@@ -103,8 +103,8 @@ void bind_host_stats(py::module_& module) {
       .def_readonly("num_late", &HostStats::num_late)
       .def_readonly("num_failed_writes", &HostStats::num_failed_writes)
       .def_readonly("num_full_writes", &HostStats::num_full_writes)
-      .def_readonly("num_gone_sources", &HostStats::num_gone_sources)
       .def_readonly("num_kept_busy", &HostStats::num_kept_busy)
+      .def_readonly("num_kept_full", &HostStats::num_kept_full)
       .def_readonly("kept_bytes", &HostStats::kept_bytes)
       .def_readonly("stall_seconds", &HostStats::stall_seconds)
       .def_readonly("num_workers", &HostStats::num_workers)
@@ -137,8 +137,7 @@ void bind_host_engine(py::module_& module) {
       .def(py::init(&make_engine), py::kw_only(), py::arg("num_workers") = HostConfig().num_workers,
            py::arg("window_bytes") = HostConfig().window_bytes)
       // Keeps the GIL; releases it while the window is full.
-      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("tier"), py::arg("keep"), py::kw_only(),
-           py::arg("must") = true)
+      .def("put", &put, py::arg("ptr"), py::arg("nbytes"), py::arg("tier"), py::kw_only(), py::arg("must") = true)
       // Keeps the GIL: a leaf lock.
       .def("poll", &collect)
       // Keeps the GIL: a leaf lock.
@@ -154,6 +153,7 @@ void bind_host_engine(py::module_& module) {
       .def(
           "make_room", [](HostEngine& self) { self.make_room(0); }, NoGil())
       .def("flush", &HostEngine::flush, NoGil())
+      .def("trim", &HostEngine::trim, NoGil())
       .def("shutdown", &HostEngine::shutdown, NoGil())
       .def("stats", &HostEngine::stats, NoGil());
 }

@@ -1,7 +1,7 @@
 // Where the bytes of a CPU tensor are kept: one interface for every tier.
 //
 // Contract: `write` returns a handle only once every byte is safe, else throws an EngineError and
-// the source is untouched; a SourceGoneError where its memory was freed. `read` fills `dst` with exactly those bytes or
+// the source is untouched. `read` fills `dst` with exactly those bytes or
 // throws. A handle gives its space back on destruction, without blocking, and must not outlive its store. Thread rule:
 // any thread; write and read may block. Ownership: the caller owns the handle.
 
@@ -27,7 +27,7 @@ class ByteStore {
   virtual void read(const StoredBytes& stored, std::byte* dst) = 0;
 };
 
-// Host memory of a pool. For tests: it reads sources as if their memory could not go.
+// Host memory of a pool. For tests.
 class PoolStore : public ByteStore {
  public:
   explicit PoolStore(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}

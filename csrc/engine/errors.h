@@ -35,12 +35,6 @@ class SpillFullError : public SpillWriteError {
   using SpillWriteError::SpillWriteError;
 };
 
-// The memory of a tensor that is being offloaded was freed.
-class SourceGoneError : public EngineError {
- public:
-  using EngineError::EngineError;
-};
-
 // A read failed, or its bytes are not the ones that were written.
 class SpillReadError : public EngineError {
  public:

@@ -198,7 +198,7 @@ class PythonStore:
         if isinstance(self.inner, DeviceStore):
             return self.inner.put(source, nbytes, must=must)
         address = source.storage.data_ptr() + source.start
-        ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
+        ticket = self.inner.engine.put(address, nbytes, self.inner.tier, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
     @untraced

@@ -13,7 +13,6 @@
 #include "engine/disk/hash.h"
 #include "engine/disk/open_spill.h"
 #include "engine/errors.h"
-#include "engine/memory/foreign.h"
 
 namespace actckpt {
 namespace {
@@ -21,14 +20,11 @@ namespace {
 // Small enough to stay in the cache between copying and hashing.
 constexpr std::size_t kHashStep = std::size_t{128} << 10;
 
-void copy_own(std::byte* dst, const std::byte* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
-
 // dst[:bytes] = src[:bytes], hashed on the way.
-void copy_and_hash(void (*copy)(std::byte*, const std::byte*, std::size_t), std::byte* dst, const std::byte* src,
-                   std::size_t bytes, Hash64* hash, const std::byte* hashed) {
+void copy_and_hash(std::byte* dst, const std::byte* src, std::size_t bytes, Hash64* hash, const std::byte* hashed) {
   for (std::size_t done = 0; done < bytes; done += kHashStep) {
     const std::size_t step = std::min(kHashStep, bytes - done);
-    copy(dst + done, src + done, step);
+    std::memcpy(dst + done, src + done, step);
     hash->update(hashed + done, step);
   }
 }
@@ -136,14 +132,11 @@ SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
                          format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
                          ". Raise disk_limit, or offload less.");
   }
-  write_with(copy_foreign, &*block, src);
+  write_into(&*block, src);
   return std::move(*block);
 }
 
-void SpillFile::write_into(SpillBlock* block, const std::byte* src) { write_with(copy_own, block, src); }
-
-void SpillFile::write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block,
-                           const std::byte* src) {
+void SpillFile::write_into(SpillBlock* block, const std::byte* src) {
   fork_guard_.check("spill file");
   Hash64 hash;
   if (block->bytes_ > 0) {
@@ -153,7 +146,7 @@ void SpillFile::write_with(void (*copy)(std::byte*, const std::byte*, std::size_
       for (std::uint64_t done = 0; done < extent.bytes; done += buffer.bytes()) {
         const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
         const std::size_t step = std::min(space, left);
-        copy_and_hash(copy, buffer.data(), src, step, &hash, buffer.data());
+        copy_and_hash(buffer.data(), src, step, &hash, buffer.data());
         std::memset(buffer.data() + step, 0, space - step);
         write_fully(buffer.data(), space, extent.start + done);
         src += step;
@@ -206,7 +199,7 @@ void SpillFile::read(const SpillBlock& block, std::byte* dst) {
         const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
         const std::size_t step = std::min(space, left);
         read_fully(buffer.data(), space, extent.start + done);
-        copy_and_hash(copy_own, dst, buffer.data(), step, &hash, buffer.data());
+        copy_and_hash(dst, buffer.data(), step, &hash, buffer.data());
         dst += step;
         left -= step;
       }

@@ -6,7 +6,7 @@
 //  - Direct I/O where the file system takes it, buffered elsewhere; always through aligned bounce
 //    buffers, so callers' pointers need no alignment. Short writes and reads are continued.
 //  - `write` returns only when every byte was accepted. On failure it throws SpillWriteError, gives
-//    the space back and leaves the caller's bytes alone. SourceGoneError: they were unmapped.
+//    the space back and leaves the caller's bytes alone.
 //  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws
 //    SpillReadError with folder, offset and both numbers; `dst` then holds garbage.
 //  - Space freed is used before the file grows; space in use never exceeds the limit.
@@ -85,8 +85,7 @@ class SpillFile {
 
   SpillBlock write(const std::byte* src, std::size_t bytes);
 
-  // In two steps, for memory that stays: space (empty if the limit refuses; that is no failed
-  // write), then bytes.
+  // In two steps: space (empty if the limit refuses; that is no failed write), then bytes.
   std::optional<SpillBlock> try_reserve(std::size_t bytes);
   void write_into(SpillBlock* block, const std::byte* src);
 
@@ -99,7 +98,6 @@ class SpillFile {
  private:
   friend class SpillBlock;
   void give(const std::vector<Extent>& extents) noexcept;
-  void write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block, const std::byte* src);
   void write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset);
   void read_fully(std::byte* data, std::size_t bytes, std::uint64_t offset);
   bool probe_direct();

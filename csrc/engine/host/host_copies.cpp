@@ -1,6 +1,7 @@
 // The half of HostEngine that runs copies: claiming them, running them unlocked, settling what they
 // leave. See NOTE [Ticket states] in ticket.h.
 
+#include <cstring>
 #include <utility>
 
 #include "engine/errors.h"
@@ -58,8 +59,9 @@ void HostEngine::tell_released(Lock& lock) {
 }
 
 void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
+  Buffer buffer = ticket->buffer;  // goes without the lock
   lock.unlock();
-  Write write = written(*ticket);
+  Write write = written(*ticket, buffer.get());
   lock.lock();
   stats_.inflight_bytes -= ticket->bytes;
   --num_pending_;
@@ -69,6 +71,7 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
     stats_.stored_bytes += ticket->bytes;
     stats_.peak_stored_bytes = std::max(stats_.peak_stored_bytes, stats_.stored_bytes);
     ticket->stored = std::move(write.stored);
+    ticket->buffer = nullptr;
   } else {
     note_kept(ticket.get(), write);
   }
@@ -76,33 +79,27 @@ void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
   if (ticket->dropped) {
     stats_.graveyard_bytes -= ticket->bytes;
     dropped = take_stored(ticket.get());
-  }
-  if (ticket->dropped || (ticket->out == OutState::kStored && !ticket->wanted)) {
-    release(&ticket->source);
+    ticket->buffer = nullptr;
   }
   if (num_waiting_ > 0) {
     done_.notify_all();
   }
-  if (dropped != nullptr) {
-    lock.unlock();
-    dropped.reset();
-    lock.lock();
-  }
+  lock.unlock();
+  dropped.reset();
+  buffer.reset();
+  lock.lock();
 }
 
-HostEngine::Write HostEngine::written(const Ticket& ticket) {
+HostEngine::Write HostEngine::written(const Ticket& ticket, const std::byte* src) {
   Write write;
   try {
-    write.stored = ticket.store->write(ticket.src, ticket.bytes);
+    write.stored = ticket.store->write(src, ticket.bytes);
   } catch (const SpillFullError& failed) {
     write.error = failed.what();
     write.is_full = true;
   } catch (const HostPoolFullError& failed) {
     write.error = failed.what();
     write.is_full = true;
-  } catch (const SourceGoneError& failed) {
-    write.error = failed.what();
-    write.is_gone = true;
   } catch (const std::exception& failed) {
     write.error = failed.what();
   }
@@ -113,27 +110,32 @@ void HostEngine::note_kept(Ticket* ticket, const Write& failed) {
   ticket->out = OutState::kKept;
   ++stats_.num_failed_writes;
   stats_.num_full_writes += failed.is_full ? 1 : 0;
-  stats_.num_gone_sources += failed.is_gone ? 1 : 0;
   num_failed_writes_ = stats_.num_failed_writes;
-  if (!failed.is_gone) {
-    stats_.last_error = failed.error;
-  }
+  stats_.last_error = failed.error;
   stats_.kept_bytes += ticket->dropped ? 0 : ticket->bytes;
 }
 
 void HostEngine::run_load(Lock& lock, const TicketPtr& ticket, const LoadPtr& load) {
+  Buffer buffer = ticket->buffer;
   lock.unlock();
   std::exception_ptr error;
   try {
-    ticket->store->read(*ticket->stored, load->dst);
+    if (buffer != nullptr) {
+      std::memcpy(load->dst, buffer.get(), ticket->bytes);
+    } else {
+      ticket->store->read(*ticket->stored, load->dst);
+    }
   } catch (...) {
     error = std::current_exception();
   }
+  const bool is_revived = buffer != nullptr;
+  buffer = nullptr;  // without the lock
   lock.lock();
   --ticket->num_readers;
   load->state = error == nullptr ? LoadState::kReady : LoadState::kFailed;
   load->error = error;
-  stats_.loaded_bytes += error == nullptr ? ticket->bytes : 0;
+  stats_.num_revived += is_revived ? 1 : 0;
+  stats_.loaded_bytes += error == nullptr && !is_revived ? ticket->bytes : 0;
   if (ticket->load != load) {  // abandoned meanwhile
     stats_.graveyard_bytes -= ticket->bytes;
     release(&load->keep);

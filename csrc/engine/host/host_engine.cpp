@@ -1,6 +1,7 @@
 #include "engine/host/host_engine.h"
 
 #include <algorithm>
+#include <cstring>
 #include <system_error>
 
 #include "engine/errors.h"
@@ -10,7 +11,7 @@ namespace actckpt {
 namespace {
 
 // Waking a worker takes longer than copying a few pages. Less than this waits for more to come, or for whoever
-// needs it written: `flush`, a put without room and a dropped source each see to it themselves.
+// needs it written: `flush` and a put without room each see to it themselves.
 constexpr std::size_t kWakeBytes = 256 << 10;
 
 void count_once(Load* load, std::uint64_t* counter) {
@@ -53,30 +54,48 @@ bool HostEngine::fits(std::size_t bytes) const {
   return stats_.inflight_bytes == 0 || stats_.inflight_bytes + bytes <= window_.bytes();
 }
 
-TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store,
-                              KeepAlive source, Released* released) {
+TicketPtr HostEngine::try_put(const std::byte* src, std::size_t bytes, std::shared_ptr<ByteStore> store) {
   fork_guard_.check("put");
-  auto ticket = std::make_shared<Ticket>(src, bytes, store.get(), source);
-  const Lock lock(mutex_);
-  check_usable("put");
-  hand_over(released);
-  if (!fits(bytes)) {
-    return nullptr;
+  {
+    const Lock lock(mutex_);
+    check_usable("put");
+    if (!fits(bytes)) {
+      return nullptr;
+    }
+    stats_.inflight_bytes += bytes;
+    stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, stats_.inflight_bytes);
   }
+  Buffer buffer = filled_buffer(src, bytes);
+  auto ticket = std::make_shared<Ticket>(std::move(buffer), bytes, store.get());
+  const Lock lock(mutex_);
   if (std::find(stores_.begin(), stores_.end(), store) == stores_.end()) {
     stores_.push_back(std::move(store));
   }
   ticket->queued = writes_.insert(writes_.end(), ticket);
   ++num_pending_;
-  stats_.inflight_bytes += bytes;
-  stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, stats_.inflight_bytes);
   ++stats_.num_puts;
   ++stats_.num_live;
   window_.add(bytes);
   if (num_idle_ > 0 && stats_.inflight_bytes >= kWakeBytes) {
     work_.notify_one();
   }
+  if (num_waiting_ > 0) {
+    done_.notify_all();  // whoever waits for room may write this
+  }
   return ticket;
+}
+
+Buffer HostEngine::filled_buffer(const std::byte* src, std::size_t bytes) {
+  try {
+    Buffer buffer = buffers_->take(bytes);
+    std::memcpy(buffer.get(), src, bytes);
+    return buffer;
+  } catch (...) {
+    const Lock lock(mutex_);
+    stats_.inflight_bytes -= bytes;
+    done_.notify_all();
+    throw;
+  }
 }
 
 void HostEngine::make_room(std::size_t bytes) {
@@ -101,6 +120,11 @@ void HostEngine::count_kept_busy() {
   ++stats_.num_kept_busy;
 }
 
+void HostEngine::count_kept_full() {
+  const Lock lock(mutex_);
+  ++stats_.num_kept_full;
+}
+
 Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
   fork_guard_.check("get");
   const Lock lock(mutex_);
@@ -108,11 +132,6 @@ Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
   hand_over(released);
   if (ticket->dropped) {
     throw ClosedError("get: this ticket was dropped.");
-  }
-  if (ticket->source != nullptr) {
-    ticket->wanted = true;
-    ++stats_.num_revived;
-    return {Found::kSource, ticket->source};
   }
   if (ticket->load == nullptr) {
     return {Found::kNothing, nullptr};
@@ -133,10 +152,6 @@ LoadPtr HostEngine::add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive 
   check_usable("load");
   if (ticket->dropped) {
     throw ClosedError("load: this ticket was dropped.");
-  }
-  if (ticket->source != nullptr) {
-    ticket->wanted = true;
-    return nullptr;
   }
   if (ticket->load != nullptr) {
     return nullptr;
@@ -169,11 +184,15 @@ bool HostEngine::load_here(const TicketPtr& ticket, std::byte* dst, KeepAlive ke
     return false;
   }
   const Stopwatch watch;
-  count_once(load.get(), &stats_.num_late);
+  const bool is_late = ticket->buffer == nullptr;
+  if (is_late) {
+    count_once(load.get(), &stats_.num_late);
+  }
+  load->counted = true;
   load->state = LoadState::kReading;
   ++ticket->num_readers;
   run_load(lock, ticket, load);
-  stats_.stall_seconds += watch.seconds();
+  stats_.stall_seconds += is_late ? watch.seconds() : 0.0;
   return true;
 }
 
@@ -219,10 +238,6 @@ void HostEngine::unload(const TicketPtr& ticket, Released* released) {
   fork_guard_.check("unload");
   const Lock lock(mutex_);
   if (!ticket->dropped) {
-    ticket->wanted = false;
-    if (ticket->out == OutState::kStored) {
-      release(&ticket->source);
-    }
     abandon_load(ticket);
   }
   hand_over(released);
@@ -232,7 +247,8 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
   if (fork_guard_.forked()) {
     return;
   }
-  std::unique_ptr<StoredBytes> stored;
+  std::unique_ptr<StoredBytes> stored;  // both go without the lock
+  Buffer buffer;
   const Lock lock(mutex_);
   if (!ticket->dropped) {
     ticket->dropped = true;
@@ -249,9 +265,9 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
     }
     stats_.kept_bytes -= ticket->out == OutState::kKept ? ticket->bytes : 0;
     if (ticket->out == OutState::kWriting) {
-      stats_.graveyard_bytes += ticket->bytes;  // run_write gives the source back
+      stats_.graveyard_bytes += ticket->bytes;  // until run_write ends
     } else {
-      release(&ticket->source);
+      buffer = std::move(ticket->buffer);
     }
     abandon_load(ticket);
     stored = take_stored(ticket.get());
@@ -302,6 +318,11 @@ void HostEngine::limit_window(std::uint64_t bytes) {
   const Lock lock(mutex_);
   window_.limit(bytes);
   done_.notify_all();  // whoever waits for room may have it
+}
+
+std::uint64_t HostEngine::trim() {
+  fork_guard_.check("trim");
+  return buffers_->trim();
 }
 
 HostStats HostEngine::stats() const {

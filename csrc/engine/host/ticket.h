@@ -3,14 +3,14 @@
 // Contract: NOTE [Ticket states]
 //
 //   out:  Queued -> Writing -> Stored            the store has the bytes
-//            |         `-----> Kept              the write failed; the source stays
+//            |         `-----> Kept              the write failed; the buffer stays
 //            `---------------> Cancelled         dropped before a thread began
 //   load: Queued -> Reading -> Ready | Failed    one destination; a ticket has at most one load
 //
 // A copy is in the engine's queue exactly while it is Queued: what ends before a thread begins it
 // leaves nothing behind there.
 // Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket,
-// or an abandoned load, whose copy is running is the graveyard: source, destination and stored
+// or an abandoned load, whose copy is running is the graveyard: buffer, destination and stored
 // bytes stay until that copy has ended.
 // Thread rule: every field but the const ones is guarded by the engine's mutex, except that the
 // thread which runs a copy reads `stored` and `dst` without it. Ownership: shared by handle and
@@ -25,6 +25,7 @@
 #include <utility>
 
 #include "engine/byte_store.h"
+#include "engine/host/buffers.h"
 #include "engine/keep_alive.h"
 
 namespace actckpt {
@@ -51,17 +52,15 @@ struct Load {
 };
 
 struct Ticket {
-  Ticket(const std::byte* src_, std::size_t bytes_, ByteStore* store_, KeepAlive source_)
-      : src(src_), bytes(bytes_), store(store_), source(source_) {}
+  Ticket(Buffer buffer_, std::size_t bytes_, ByteStore* store_)
+      : bytes(bytes_), store(store_), buffer(std::move(buffer_)) {}
 
-  const std::byte* const src;
   const std::size_t bytes;
   ByteStore* const store;
 
   OutState out = OutState::kQueued;
   Writes::iterator queued;  // while it is
-  KeepAlive source;         // null once released
-  bool wanted = false;      // source shall outlive its write: it was handed back or prefetched
+  Buffer buffer;            // holds the bytes until the store has them
   bool dropped = false;
   int num_readers = 0;
   std::unique_ptr<StoredBytes> stored;

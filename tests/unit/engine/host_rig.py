@@ -30,7 +30,7 @@ class Rig:
         self.io.set(faults)
 
     def put(self, data: np.ndarray) -> _C.Ticket:
-        ticket = self.engine.put(data.ctypes.data, data.nbytes, self.store, data)
+        ticket = self.engine.put(data.ctypes.data, data.nbytes, self.store)
         assert isinstance(ticket, _C.Ticket)
         return ticket
 

@@ -118,7 +118,7 @@ def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) 
         "engine = _C.HostEngine()\n"
         "store = _C.ByteStore.on_disk(_C.SpillFile(sys.argv[1]))\n"
         "data = np.ones(1 << 22, np.uint8)\n"
-        "tickets = [engine.put(data.ctypes.data, data.nbytes, store, data) for _ in range(12)]\n"
+        "tickets = [engine.put(data.ctypes.data, data.nbytes, store) for _ in range(12)]\n"
         f"{ending}\n"
     )
     done = subprocess.run(
@@ -139,7 +139,7 @@ def test_freed_tensors_leave_the_resident_set_after_fix_mmap_threshold(folder: s
         "tickets = []\n"
         "for i in range(32):\n"
         "    data = np.full(8 << 20, i, np.uint8)\n"
-        "    tickets.append(engine.put(data.ctypes.data, data.nbytes, store, data))\n"
+        "    tickets.append(engine.put(data.ctypes.data, data.nbytes, store))\n"
         "del data\n"
         "engine.flush(); engine.poll()\n"
         "print((rss() - before) / (32 * (8 << 20)))\n"

@@ -20,7 +20,7 @@ def test_a_tensor_makes_the_round_trip(kind: str, tmp_path: Path) -> None:
     store = make(kind, tmp_path)
     tensor = torch.randn(300, 300)
     expected = tensor.clone()
-    ticket = store.engine.put(tensor.data_ptr(), tensor.nbytes, store.tier, tensor)
+    ticket = store.engine.put(tensor.data_ptr(), tensor.nbytes, store.tier)
     assert not isinstance(ticket, Kept)
     assert ticket.nbytes == tensor.nbytes
     store.flush()

@@ -111,14 +111,12 @@ class TicketUser {
   };
 
   void put() {
-    const auto owner = std::make_shared<Bytes>(random_bytes(&rng_, 1 + rng_() % 50'000));
-    Bytes expected = *owner;
-    auto* const keep = new Owner(owner);
+    Bytes source = random_bytes(&rng_, 1 + rng_() % (rng_() % 8 == 0 ? 500'000 : 50'000));
     TicketPtr ticket;
-    while ((ticket = engine_->try_put(owner->data(), owner->size(), store_, keep, &released_)) == nullptr) {
-      engine_->make_room(owner->size());
+    while ((ticket = engine_->try_put(source.data(), source.size(), store_)) == nullptr) {
+      engine_->make_room(source.size());
     }
-    live_.push_back({std::move(ticket), std::move(expected)});
+    live_.push_back({std::move(ticket), std::move(source)});
   }
 
   void load(const Live& live, bool here) {
@@ -196,6 +194,7 @@ void test_threads_share_an_engine(const std::string& folder, bool on_disk) {
   engine->shutdown();
   engine->collect(&released);
   drop_all(&released);
+  engine->trim();
   CHECK(engine->stats().num_live == 0);
   CHECK(engine->stats().num_queued == 0);
   CHECK(engine->stats().stored_bytes == 0);
@@ -210,8 +209,8 @@ void test_shutdown_during_copies(const std::string& folder) {
   Released released;
   std::vector<TicketPtr> tickets;
   for (int i = 0; i < 20; ++i) {
-    auto* const keep = new Owner(std::make_shared<Bytes>(100'000));
-    tickets.push_back(engine->try_put((*keep)->data(), 100'000, store, keep, &released));
+    const Bytes source(100'000);
+    tickets.push_back(engine->try_put(source.data(), source.size(), store));
   }
   engine->shutdown();
   for (const TicketPtr& ticket : tickets) {
