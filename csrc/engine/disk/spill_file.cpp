@@ -146,9 +146,15 @@ void SpillFile::write_into(SpillBlock* block, const std::byte* src) {
       for (std::uint64_t done = 0; done < extent.bytes; done += buffer.bytes()) {
         const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
         const std::size_t step = std::min(space, left);
-        copy_and_hash(buffer.data(), src, step, &hash, buffer.data());
-        std::memset(buffer.data() + step, 0, space - step);
-        write_fully(buffer.data(), space, extent.start + done);
+        const std::byte* from = src;
+        if (step == space && reinterpret_cast<std::uintptr_t>(src) % kGranule == 0) {
+          hash.update(src, step);
+        } else {
+          copy_and_hash(buffer.data(), src, step, &hash, buffer.data());
+          std::memset(buffer.data() + step, 0, space - step);
+          from = buffer.data();
+        }
+        write_fully(from, space, extent.start + done);
         src += step;
         left -= step;
       }

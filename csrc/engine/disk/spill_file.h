@@ -3,8 +3,9 @@
 // Contract:
 //  - The file has no name once opened; its space returns to the system when the process ends,
 //    however.
-//  - Direct I/O where the file system takes it, buffered elsewhere; always through aligned bounce
-//    buffers, so callers' pointers need no alignment. Short writes and reads are continued.
+//  - Direct I/O where the file system takes it, buffered elsewhere; callers' pointers need no
+//    alignment: what is not aligned to 4 KiB passes through bounce buffers, and all that is read.
+//    Short writes and reads are continued.
 //  - `write` returns only when every byte was accepted. On failure it throws SpillWriteError, gives
 //    the space back and leaves the caller's bytes alone.
 //  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws
