@@ -5,8 +5,8 @@
 
 namespace actckpt::replay {
 
-// Keeps, moves or drops a value, as the policy says; `tensor` is on it. What cannot be replayed is kept. Python asks policy
-// functions, moves bytes, and knows what was lost.
+// Keeps, moves or drops a value, as the policy says; `tensor` is on it. What cannot be replayed is kept. Python asks
+// policy functions, moves bytes, and knows what was lost.
 void decide(TapeObject* tape, ValueObject* value, PyObject* tensor);
 
 void add_decide_functions(py::module_& module);
