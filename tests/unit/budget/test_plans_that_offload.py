@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from actckpt import Action, PlanInfeasibleError
+from actckpt import Action
 from actckpt._budget.offloading import solved, with_windows
+from actckpt.errors import PlanInfeasibleError
 from actckpt.planner import CostTable, simulate, solve
 
 _NUM_BLOCKS = 8

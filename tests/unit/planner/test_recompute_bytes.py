@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from actckpt import PlanInfeasibleError
+from actckpt.errors import PlanInfeasibleError
 from actckpt.planner import Plan, simulate, solve
 
 
