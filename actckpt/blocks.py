@@ -134,7 +134,7 @@ def apply(
     given |= {"race": race, "on_infeasible": on_infeasible}
     if budget is not None or activation_budget is not None:
         return _apply_budget(model, policy, blocks, given, options)
-    extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] is not default}
+    extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] != default}
     others: dict[str, Any] = {**options, **extra}
     if isinstance(policy, Plan):
         return _apply_plan(model, policy, blocks, others)

@@ -32,8 +32,6 @@ __all__ = ["BYTE_VALUES", "Block", "LanguageModel", "Options", "run"]
 
 BYTE_VALUES = 256
 _MIB = 2**20
-_ROPE_BASE = 10_000.0
-_TEXT_BYTES = 4 * 2**20
 _MAX_TRIAL_STEPS = 200
 
 
@@ -106,7 +104,7 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads=heads, kv_heads=kv_heads, dropout=dropout) for _ in range(layers))
         self.norm = nn.RMSNorm(dim)
         self.head = nn.Linear(dim, BYTE_VALUES, bias=False)
-        frequencies = _ROPE_BASE ** (-torch.arange(0, dim // heads, 2) / (dim // heads))
+        frequencies = 10_000.0 ** (-torch.arange(0, dim // heads, 2) / (dim // heads))
         angles = torch.outer(torch.arange(seq), frequencies)
         self.register_buffer("rotation", torch.stack((angles.cos(), angles.sin())), persistent=False)
         for parameter in self.parameters():
@@ -201,7 +199,7 @@ class Options:
 class _Training:
     """One model, trained with one method, always on the same batches."""
 
-    def __init__(self, options: Options, apply: Callable[[LanguageModel], None]) -> None:
+    def __init__(self, options: Options, text: Tensor, apply: Callable[[LanguageModel], None]) -> None:
         torch.manual_seed(options.seed)
         heads = options.heads
         kv_heads = heads // 2 if heads % 2 == 0 else heads
@@ -209,7 +207,7 @@ class _Training:
         self.model = LanguageModel(heads=heads, kv_heads=kv_heads, **sizes).to(options.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.device = options.device
-        self._batches = _batches(options)
+        self._batches = _batches(options, text)
         self._has_budget = isinstance(apply, functools.partial)
         apply(self.model)
 
@@ -256,17 +254,21 @@ class _Training:
         return time.perf_counter()
 
 
-def _batches(options: Options) -> Iterator[Tensor]:
+def _batches(options: Options, text: Tensor) -> Iterator[Tensor]:
     """Yield batches of random stretches of the text, int64 (B, S + 1), the same for the same seed."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[:_TEXT_BYTES]
-    if len(text) < options.seq + 1:
-        raise ValueError(f"--seq is {options.seq}, but {folder} has {len(text)} bytes of Python source.")
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(options.seed)
     while True:
-        starts = torch.randint(len(data) - options.seq, (options.batch, 1), generator=generator)
-        yield data[starts + torch.arange(options.seq + 1)].long()
+        starts = torch.randint(len(text) - options.seq, (options.batch, 1), generator=generator)
+        yield text[starts + torch.arange(options.seq + 1)].long()
+
+
+def _read_text(length: int) -> Tensor:
+    """Return up to 4 MiB of Python source as uint8 (N,), N at least `length`."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))[: 4 * _MIB]
+    if len(text) < length:
+        raise ValueError(f"--seq is {length - 1}; the text has {len(text)} bytes, at most 4 MiB of {folder}.")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 # The comparison.
@@ -279,6 +281,9 @@ class _Result:
     peak_bytes: int
     step_seconds: list[float] = dataclasses.field(default_factory=list)
 
+    def bits(self) -> tuple[list[str], str]:
+        return [loss.hex() for loss in self.losses], self.digest
+
 
 def run(options: Options, *, out: Path, prints_json: bool = False, draws: bool = True) -> int:
     """Train with every method, compare, print a table, and write `demo.json` and `demo.png` into the folder `out`.
@@ -288,7 +293,6 @@ def run(options: Options, *, out: Path, prints_json: bool = False, draws: bool =
 
     Returns:
         The exit status: 0 if all methods are equal, else 1.
-
     Raises:
         OSError: `out` cannot be written.
         ValueError: the text is too short, or a budget is none.
@@ -299,10 +303,10 @@ def run(options: Options, *, out: Path, prints_json: bool = False, draws: bool =
         torch.use_deterministic_algorithms(True, warn_only=True)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     results = _train_all(options, _methods(options.activation_budgets), progress)
-    different = [name for name, result in results.items() if _bits(result) != _bits(results["plain"])]
+    different = [name for name, result in results.items() if result.bits() != results["plain"].bits()]
     if different:  # rarely, torch itself is nondeterministic
         again = _train_all(options, {"plain": _plain}, progress)["plain"]
-        different = [name for name in different if _bits(results[name]) != _bits(again)]
+        different = [name for name in different if results[name].bits() != again.bits()]
     content = json.dumps(_as_dict(options, results, different), indent=2)
     (out / "demo.json").write_text(content + "\n")
     if draws:
@@ -323,7 +327,8 @@ def _train_all(
     options: Options, methods: dict[str, Callable[[LanguageModel], None]], progress: Console
 ) -> dict[str, _Result]:
     results: dict[str, _Result] = {}
-    trainings = {name: _Training(options, apply) for name, apply in methods.items()}
+    text = _read_text(options.seq + 1)
+    trainings = {name: _Training(options, text, apply) for name, apply in methods.items()}
     for name, training in trainings.items():
         progress.print(f"{name}: {options.steps} steps")
         torch.manual_seed(options.seed)  # dropout
@@ -336,10 +341,6 @@ def _train_all(
         for name, training in trainings.items():
             results[name].step_seconds.append(training.step()[1])
     return results
-
-
-def _bits(result: _Result) -> tuple[list[str], str]:
-    return [loss.hex() for loss in result.losses], result.digest
 
 
 def _as_dict(options: Options, results: dict[str, _Result], different: Sequence[str]) -> dict[str, Any]:
@@ -389,9 +390,8 @@ def _draw(results: dict[str, _Result], path: Path, progress: Console) -> None:
         return
     figure = Figure(figsize=(11, 0.5 * len(results) + 1.2), dpi=150, layout="constrained")
     columns = figure.subplots(1, 2, sharey=True)
-    names = list(results)
     for index, (axes, label) in enumerate(zip(columns, ("Step time / plain", "Peak activations / plain"), strict=True)):
-        bars = axes.barh(names, [ratio[index] for ratio in _ratios(results).values()], color=f"C{index}")
+        bars = axes.barh(list(results), [ratio[index] for ratio in _ratios(results).values()], color=f"C{index}")
         axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.set_xlabel(label)
         axes.axvline(1, color="black", linewidth=0.8)

@@ -19,7 +19,7 @@ from actckpt._core.optimizers import trained_by
 from actckpt._core.random_state import tracker_states
 from actckpt._core.subclasses import plain_parts
 
-__all__ = ["TrainingState", "random_state", "random_state_put_back", "set_random_state"]
+__all__ = ["TrainingState", "random_state", "set_random_state"]
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -191,13 +191,3 @@ def set_random_state(state: tuple[Any, ...]) -> None:
     numpy.random.set_state(of_numpy)
     for tracker in of_trackers:
         tracker.restore()
-
-
-@contextmanager
-def random_state_put_back() -> Iterator[None]:
-    """Run the body, then make the states of all default generators what they were."""
-    state = random_state()
-    try:
-        yield
-    finally:
-        set_random_state(state)

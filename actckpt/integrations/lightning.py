@@ -41,7 +41,7 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             more: dict[str, Any] = {} if policy is None else {"policy": policy}
             part = pl_module.get_submodule(module)
-            if {"budget", "activation_budget"} & options.keys():
+            if any(options.get(name) is not None for name in ("budget", "activation_budget")):
                 more["optimizer"] = [each for each in trainer.optimizers if trains(each, part)]
             apply(part, **{**more, **options})
             applied.append(part)

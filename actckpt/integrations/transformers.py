@@ -31,7 +31,11 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
 
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
             self.on_train_end(model=model)  # an attempt before this one was given up, with batches that were too large
-            more = {"optimizer": optimizer} if {"budget", "activation_budget"} & options.keys() else {}
+            more = (
+                {"optimizer": optimizer}
+                if any(options.get(name) is not None for name in ("budget", "activation_budget"))
+                else {}
+            )
             apply(model, **{**more, **given})
             self.is_applied = True
 

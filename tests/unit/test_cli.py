@@ -42,7 +42,7 @@ TOY = [*(f"--{name}={value}" for name, value in _TOY_SIZES.items()), "--device=c
         ("demo --dropout high", "--dropout: 'high' is not a number"),
         ("demo --dropout 1", "--dropout is 1.0"),
         ("demo --dim 100 --heads 3", "--dim is 100, but must be a multiple of 6"),
-        ("demo --seq 2000000000", "bytes of Python source"),
+        ("demo --seq 2000000000", "--seq is 2000000000; the text has "),
         ("demo --device abacus", "usable are auto, cpu"),
         ("demo --out /dev/null", "/dev/null: File exists"),
         ("demo --colour red", "--colour"),
