@@ -61,5 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         device = devices.usable(args.device)
         options = Options(dropout=args.dropout, device=device, activation_budgets=args.activation_budget, **numbers)
         return run(options, out=args.out, prints_json=hasattr(args, "json"), draws=not hasattr(args, "no_plot"))
+    except BrokenPipeError:  # the command line knows the exit status for it
+        raise
     except (ValueError, OSError) as error:
         fail(as_options(reason(error)))
