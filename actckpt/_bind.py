@@ -18,10 +18,10 @@ from actckpt._core.functions import global_names
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
 from actckpt._replay import (
+    active_region,
     aliases,
     collectives,
     execute,
-    opened,
     outer_hooks,
     recorder,
     routing,
@@ -148,7 +148,7 @@ NAMES: dict[str, Any] = {
     "any_autocast_enabled": torch_private.any_autocast_enabled,
     "num_function_modes": torch_private.num_function_modes,
     "exchange_api": torch_private.exchange_api,
-    "recording": opened.recording,
+    "recording": active_region.recording,
     "made_by_function": unrecorded.made_by_function,
     "saved_by_function": unrecorded.saved_by_function,
     "function_type": torch_private.function_node_type,

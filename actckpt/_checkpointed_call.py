@@ -17,7 +17,7 @@ from actckpt._offload.owned_memory import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
 from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
 from actckpt._replay.audit import Site, site_of_call
-from actckpt._replay.calls import Inside, run_in_region
+from actckpt._replay.calls import RegionOptions, run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
@@ -25,7 +25,7 @@ from actckpt.policies import choice_of, selective_choice
 
 __all__ = ["checkpoint_call"]
 
-_PLAIN = Inside()
+_PLAIN = RegionOptions()
 
 
 def checkpoint_call(
@@ -35,7 +35,7 @@ def checkpoint_call(
     options: CheckpointOptions,
     *,
     input_hooks: torch_private.Hooks | None = None,
-    inside: Inside = _PLAIN,
+    inside: RegionOptions = _PLAIN,
     is_eager: bool = False,
 ) -> Any:
     """Do what `checkpoint` does, for a function whose own keywords may have the names of options.
@@ -52,8 +52,8 @@ def checkpoint_call(
         options.check(kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if extensions.awaited:
-        extensions.register_awaited()
+    if extensions.lazy_extensions:
+        extensions.register_lazy_extensions()
     if policy is not None and policy != "recompute":
         if not (site := site_of_call(function, args, kwargs)).is_rerun:
             return _replayed(choice_of(policy), site, function, args, kwargs, options, inside)
@@ -102,7 +102,7 @@ def _replayed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     options: CheckpointOptions,
-    inside: Inside,
+    inside: RegionOptions,
 ) -> Any:
     """Run the function in a region that replays operators; it moves its inputs where the options say so."""
     if options.offload_inputs:
@@ -136,7 +136,7 @@ def _run(
         if selective is not None:
             site = site_of_call(function, args, kwargs)
             if not site.is_rerun:
-                return _replayed(selective, site, function, args, kwargs, options, Inside(figures=figures))
+                return _replayed(selective, site, function, args, kwargs, options, RegionOptions(figures=figures))
             contexts, preserve_rng_state = None, True
     if options.offload_inputs:
         keep_in_place(function)

@@ -12,8 +12,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt._core import messages, random_state
-from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import portable
+from actckpt._text.suggestions import did_you_mean
 from actckpt.policies import Policy
 
 __all__ = [

@@ -246,7 +246,7 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
         raise ValueError(f"offload: to={to!r} is not a store. Pass 'auto', 'host' or 'disk'.")
     if to == "host":
         _check_that_devices_can_be_offloaded()
-    extensions.register_awaited()
+    extensions.register_lazy_extensions()
     return Offloading(to, parse_bytes(min_bytes, what="offload: min_bytes"))
 
 

@@ -36,7 +36,7 @@ from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._cycles.loop import BudgetLoop
 from actckpt._offload.session import Destination
 from actckpt._options import ApplyKeywords, CheckpointOptions
-from actckpt._text.misspelt import did_you_mean
+from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.planner.plans import Plan

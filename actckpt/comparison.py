@@ -19,9 +19,9 @@ from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._offload.device import no_backend
-from actckpt._text.misspelt import did_you_mean
 from actckpt._text.presets import PRESETS
 from actckpt._text.sizes import format_bytes
+from actckpt._text.suggestions import did_you_mean
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 from actckpt.blocks import OPTION_NAMES, apply, remove

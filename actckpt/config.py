@@ -9,10 +9,10 @@ from typing import Any, Literal, TypedDict, get_args
 from typing_extensions import Unpack
 
 from actckpt._text import operator_names
-from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Selector
 from actckpt._text.sizes import parse_bytes
+from actckpt._text.suggestions import did_you_mean
 
 __all__ = ["Settings", "configure", "parse_bytes"]
 

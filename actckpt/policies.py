@@ -18,10 +18,10 @@ from actckpt._core import torch_private
 from actckpt._replay.choice import Choice, Table, is_place
 from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
-from actckpt._text.misspelt import did_you_mean
 from actckpt._text.operator_names import Operators
 from actckpt._text.places import Place, Selector
 from actckpt._text.presets import OTHER_NAMES, PRESETS
+from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.plans import Plan
 

@@ -17,7 +17,7 @@ from gpu_training import Bench, ran
 from torch.utils import checkpoint as torch_checkpoint
 
 import actckpt
-from actckpt._budget.links import flush
+from actckpt._budget.bandwidth import flush
 from actckpt._budget.running import Candidate
 from actckpt._budget.simple import NOTHING, simple_plans
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import actckpt
 from actckpt._blocks.applied import applied_blocks
-from actckpt._budget.links import flush
+from actckpt._budget.bandwidth import flush
 from actckpt._budget.running import Candidate
 from actckpt._core import devices
 from actckpt.comparison import _forwards as forwards_with

@@ -22,9 +22,9 @@ def simulated() -> Iterator[None]:
 
     from actckpt import _checkpointed_call
     from actckpt._offload import session
-    from actckpt._replay import opened
+    from actckpt._replay import active_region
 
     _checkpointed_call.DEFAULT_MIN_BYTES = 0  # what `offload_inputs` moves; the process ends with the rehearsal
-    session.DEFAULT_MIN_BYTES = opened.DEFAULT_MIN_BYTES = _PLANNED_BYTES
+    session.DEFAULT_MIN_BYTES = active_region.DEFAULT_MIN_BYTES = _PLANNED_BYTES
     with device.checked(), device.timed(link_bytes_per_s=_LINK_BYTES_PER_S), offloading(max_inflight=_WINDOW_BYTES):
         yield

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.arguments import keep_others_in_place
+from actckpt._blocks.arguments import exclude_from_offload
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
@@ -26,7 +26,7 @@ from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import torch_private
 from actckpt._options import CheckpointOptions
-from actckpt._replay.calls import Inside
+from actckpt._replay.calls import RegionOptions
 from actckpt._text.listed import listed
 from actckpt.action import Action
 from actckpt.api import offload
@@ -123,7 +123,7 @@ def unpatch(blocks: Mapping[str, Any]) -> None:
             torch_private.set_call_of_compiled(module, forward.compiled)
 
 
-class _How:
+class CallSettings:
     """How one call of a block runs."""
 
     def __init__(self, settings: OneCall) -> None:
@@ -179,7 +179,7 @@ class CheckpointedForward:
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
         self.planned_size = None
-        self._calls = tuple(_How(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
+        self._calls = tuple(CallSettings(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
         if all(how.windows is None for how in self._calls):
             self.together.limit_windows(None)
@@ -194,7 +194,7 @@ class CheckpointedForward:
         """Whether calls in one forward of the model run differently."""
         return len(self._calls) > 1
 
-    def _how(self) -> _How:
+    def _how(self) -> CallSettings:
         """Return how the call that begins runs. Those without gradients, which save nothing, do not count."""
         if not self.differs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._calls[-1]
@@ -270,7 +270,9 @@ class CheckpointedForward:
             return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))
         return self._run(how, args, kwargs, record)
 
-    def _run(self, how: _How, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
+    def _run(
+        self, how: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
+    ) -> Any:
         if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, self._plain(), args, kwargs)
             if arguments is None:
@@ -292,8 +294,8 @@ class CheckpointedForward:
         figures = None if record is None else record.figures
         options, is_planned = how.options, how.is_planned
         if is_planned and options.offload_inputs:
-            keep_others_in_place((args, kwargs))
-        inside = Inside(matches, figures, counts_anew=is_planned, is_block=True)
+            exclude_from_offload((args, kwargs))
+        inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)
         result = checkpoint_call(original, args, kwargs, options, inside=inside)
         if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)

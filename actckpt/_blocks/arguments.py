@@ -9,7 +9,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core.storages import storages_of, tensors_in
 
-__all__ = ["bytes_of", "first_tensor", "keep_others_in_place", "others"]
+__all__ = ["bytes_of", "exclude_from_offload", "first_tensor", "others"]
 
 
 def first_tensor(value: Any) -> Tensor | None:
@@ -25,7 +25,7 @@ def others(arguments: Any) -> list[Tensor]:
     return [each for each in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(each)))]
 
 
-def keep_others_in_place(arguments: Any) -> None:
+def exclude_from_offload(arguments: Any) -> None:
     """Move none of the tensors beside the first one: several blocks may be given them, and each would move a copy."""
     for tensor in others(arguments):
         _C.note_owned(tensor)

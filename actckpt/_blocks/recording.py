@@ -57,11 +57,11 @@ class RecordedCall:
         self._graph: weakref.ref[_Graph] | None = None
 
     def __enter__(self) -> RecordedCall:
-        self._before = _C.tell_of_saved(self._note)
+        self._before = _C.set_saved_tensor_observer(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _C.tell_of_saved(self._before)
+        _C.set_saved_tensor_observer(self._before)
         if self.offloading is not None:
             self._entries = _moved_and_small(self.offloading)
         del self.figures, self.offloading  # they hold what only a region that is open needs

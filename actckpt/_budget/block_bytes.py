@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from actckpt._budget.bandwidth import flush
 from actckpt._budget.block_calls import BlockCall
-from actckpt._budget.links import flush
 from actckpt._budget.structure import is_cast_of_parameter
 from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
@@ -32,7 +32,7 @@ class HeldBytes(NamedTuple):
 
 def held_bytes(call: BlockCall) -> HeldBytes:
     """Return the bytes that a forward holds for backward, made by compiled code too."""
-    with call.set_apart() as run:
+    with call.isolate() as run:
         casts = _Casts()
         given = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
         outside = {id(storage) for storage in given}
@@ -105,7 +105,7 @@ def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: to
     """Return the peaks of forward and of backward."""
     flush(device)
     working = WorkingStorages(device)
-    with call.set_apart(forward) as run:
+    with call.isolate(forward) as run:
         for parameter in call.block.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)

@@ -9,19 +9,19 @@ from typing import Any
 
 import torch
 
-from actckpt._budget.alone import Alone
-from actckpt._budget.apart import set_apart
+from actckpt._budget.fake_collectives import FakeCollectives
+from actckpt._budget.isolated_block import isolate
 from actckpt._budget.structure import BlockStructure
 from actckpt._budget.timing import Run
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import ranks
 from actckpt._options import CheckpointOptions
-from actckpt._replay.calls import Inside
+from actckpt._replay.calls import RegionOptions
 from actckpt.policies import Policy
 
 __all__ = ["BlockCall"]
 
-_BLOCK = Inside(is_block=True)
+_BLOCK = RegionOptions(is_block=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class BlockCall:
     is_local: bool = False
 
     @contextlib.contextmanager
-    def set_apart(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
+    def isolate(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
         """Set the block apart for one run of its forward, or of another one in its place."""
         exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        alone = ranks.without_others() if self.is_local else Alone(exchanges)
-        with set_apart(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
+        alone = ranks.without_others() if self.is_local else FakeCollectives(exchanges)
+        with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
             yield Run(forward or self.forward, args, kwargs, leaves)
 
     def in_region(self, policy: Policy) -> Callable[..., Any]:

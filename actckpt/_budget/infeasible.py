@@ -6,8 +6,8 @@ from typing import Literal, get_args
 
 from actckpt._core.sites import warn_user
 from actckpt._error_base import PlanInfeasibleError
-from actckpt._text.misspelt import did_you_mean
 from actckpt._text.sizes import format_bytes
+from actckpt._text.suggestions import did_you_mean
 
 __all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_reserve"]
 

@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from actckpt._budget.links import Pins, pins_offload
+from actckpt._budget.bandwidth import Pins, pins_offload
 from actckpt._error_base import PlanInfeasibleError
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment

@@ -10,8 +10,8 @@ Rule 2. The first block of each structure (operators, shapes, dtypes, what gradi
         parameters alone: what else the block leads to is somebody's graph. Containers and objects are as the forward
         found them (NOTE [ Found by the forward ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call wrote
-        to in place get their bytes back. Nothing is exchanged with other ranks (NOTE [ Alone ]), and `actckpt.stats`
-        does not count what these runs do. At other sizes, up to four times larger or smaller, the block does not run
+        to in place get their bytes back. Other ranks exchange nothing with these runs (NOTE [ Fake collectives ]), and
+        `actckpt.stats` does not count them. At other sizes, up to four times larger or smaller, the block does not run
         again: its bytes are those of the recorded call, its seconds and peaks are scaled (`other_sizes`).
 Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
         recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
@@ -43,13 +43,13 @@ import torch
 from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._budget.apart import attributes_of, counts_calls, holds_input
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.compiled_blocks import is_compiled, run_compiled
-from actckpt._budget.draws import Draws
+from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
+from actckpt._budget.rng_usage import Draws
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Offloading, Times, fastest
@@ -261,7 +261,7 @@ def _profiled(
     given = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
     with modes.without_own():
-        with call.set_apart() as run:  # its backward, too, may exchange something
+        with call.isolate() as run:  # its backward, too, may exchange something
             roots = run.roots()
             run.backward(roots, [torch.ones_like(root) for root in roots])
         no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
@@ -331,14 +331,14 @@ def _times(
     """Return what a block takes, and why it may not be run again."""
     device = call.structure.device
     policies: tuple[Policy, ...] = ([], "recompute", moved)
-    ways = [functools.partial(call.set_apart, call.in_region(policy)) for policy in policies]
+    ways = [functools.partial(call.isolate, call.in_region(policy)) for policy in policies]
     offloading = None
     if moved and devices.accelerator_of(device.type) is not None:
         num_moved = sum(action is Action.OFFLOAD for action in moved.values())
         offloading = Offloading(ways[2], num_moved, sum(value.offloadable for value in values))
     timed = functools.partial(
         fastest,
-        call.set_apart,
+        call.isolate,
         recorded=ways[0],
         device=device,
         num_values=len(values),
@@ -358,7 +358,7 @@ def _times(
 def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...]:
     """Return values with the least seconds of their operators: the solver would find those that seemed too fast."""
     for _ in range(_OPERATORS_TIMED):
-        with call.set_apart() as run:
+        with call.isolate() as run:
             found = operator_seconds(run.forward, run.args, run.kwargs)
         seconds = {_without(place, call.name): value for place, value in found.items()}
         values = tuple(
@@ -370,7 +370,7 @@ def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...
 
 @uncounted()
 def _held_elsewhere(call: BlockCall) -> frozenset[Place]:
-    with call.set_apart() as run:
+    with call.isolate() as run:
         return held_elsewhere(run.forward, run.args, run.kwargs)
 
 
@@ -394,5 +394,5 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
 
 
 def _holds_input(call: BlockCall) -> bool:
-    with call.set_apart() as run:
+    with call.isolate() as run:
         return holds_input(run.forward, run.args, run.kwargs)

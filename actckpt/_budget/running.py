@@ -105,7 +105,7 @@ def _settings(
 
 
 def _repeats(place: str, action: Action) -> bool:
-    """Whether an entry would have replay run a collective again, which no plan does (NOTE [ Alone ])."""
+    """Whether an entry would have replay run a collective again, which no plan does (NOTE [ Fake collectives ])."""
     return action is Action.RECOMPUTE and is_collective(Place.parse(place).operator)
 
 

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from actckpt._blocks.arguments import first_tensor
-from actckpt._budget.alone import Exchanges
+from actckpt._budget.fake_collectives import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import devices, torch_private
@@ -44,7 +44,7 @@ from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._offload import session
 from actckpt._options import CheckpointOptions
-from actckpt._replay.calls import Inside
+from actckpt._replay.calls import RegionOptions
 from actckpt._replay.operators import operator_of
 from actckpt._rerun.buffers import written_tensors
 from actckpt._text.places import Place
@@ -257,7 +257,7 @@ def run_recorded(
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved)
     # Other sizes may have begun with the same operators.
-    inside = Inside(counts_anew=True, looks_up_calls=True, note_compiled=structure.note_compiled)
+    inside = RegionOptions(counts_anew=True, looks_up_calls=True, note_compiled=structure.note_compiled)
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, inside=inside)
     structure.exchanges.close()

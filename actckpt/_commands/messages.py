@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
-from actckpt._text.misspelt import did_you_mean
+from actckpt._text.suggestions import did_you_mean
 
 __all__ = [
     "EXIT_USAGE",

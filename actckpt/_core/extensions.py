@@ -23,13 +23,13 @@ __all__ = [
     "Tracker",
     "around_regions",
     "await_package",
-    "awaited",
     "capture",
     "clears_saved",
     "forget_package",
+    "lazy_extensions",
     "must_stay",
     "register",
-    "register_awaited",
+    "register_lazy_extensions",
     "unregister",
 ]
 
@@ -117,26 +117,26 @@ def _overrides(extension: Extension, method: str) -> bool:
 
 
 #: Packages that are not loaded yet, by name: what makes the extension for each.
-awaited: dict[str, Callable[[], Extension]] = {}
+lazy_extensions: dict[str, Callable[[], Extension]] = {}
 
 
 def await_package(name: str, make: Callable[[], Extension]) -> None:
     """Register what `make` returns, at the first region after the package `name` has been loaded by somebody else."""
-    awaited[name] = make
+    lazy_extensions[name] = make
 
 
 def forget_package(name: str) -> None:
-    """Undo `await_package`, if the package is awaited still."""
-    awaited.pop(name, None)
+    """Undo `await_package`, if the package is lazy_extensions still."""
+    lazy_extensions.pop(name, None)
 
 
-def register_awaited() -> None:
+def register_lazy_extensions() -> None:
     """Register the extensions of packages that have been loaded since (Rule 3)."""
-    for name in tuple(awaited):
+    for name in tuple(lazy_extensions):
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):
-            register(awaited[name]())
-            awaited.pop(name, None)
+            register(lazy_extensions[name]())
+            lazy_extensions.pop(name, None)
 
 
 class Captured:

@@ -92,7 +92,7 @@ def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> R
             f"Forward: {frame.num_saved}; rerun: at least {index + 1}, the additional one of shape "
             f"{_shape(tensor)}, {tensor.dtype}, {tensor.device}, {where}.\n{_ADVICE}"
         )
-    if problem == "outsider":
+    if problem == "external_tensor":
         return RerunMismatchError(
             f"A tensor of shape {_shape(tensor)}, {tensor.dtype}, that {name} reads was changed in place between "
             f"its forward and its rerun: saved tensor {index} of {frame.num_saved}, at version {tensor._version} now, "

@@ -30,7 +30,7 @@ def without_others() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether other ranks do not run what runs now (NOTE [ Alone ])."""
+    """Whether other ranks do not run what runs now (NOTE [ Fake collectives ])."""
     return _thread.num_alone > 0
 
 

@@ -9,7 +9,7 @@ Rule 2. The version counters of the parts do not tell what is done to the outer 
 Rule 3. What a collective is still writing is waited for: it may be read at once.
 Rule 4. What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
 Rule 5. Where all parts come back as the very objects that they were, so does the outer tensor. Else it is built again,
-        and has the Python attributes of the saved one, as plain tensors do (csrc/core/original.h).
+        and has the Python attributes of the saved one, as plain tensors do (csrc/core/saved_identity.h).
 """
 
 import weakref
@@ -22,7 +22,7 @@ from actckpt._core import torch_private
 from actckpt._core.messages import changed_in_place
 from actckpt._core.tensor_changes import version_of
 
-__all__ = ["TakenApart", "parts_of", "plain_parts"]
+__all__ = ["FlattenedSubclass", "parts_of", "plain_parts"]
 
 
 def parts_of(tensor: Any) -> tuple[dict[str, Any], Any]:
@@ -42,7 +42,7 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_parts(part)
 
 
-class TakenApart:
+class FlattenedSubclass:
     """A saved tensor subclass whose parts were packed one by one.
 
     Args:

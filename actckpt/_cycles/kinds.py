@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
-from actckpt._budget.alone import num_ranks
 from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.fake_collectives import num_ranks
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE

@@ -31,9 +31,9 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._blocks.outside import OutsideModules
 from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
+from actckpt._budget.bandwidth import is_linked, poll
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
-from actckpt._budget.links import is_linked, poll
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user

@@ -13,7 +13,7 @@ from actckpt import _C
 from actckpt._blocks.applied import CheckpointedForward
 from actckpt._blocks.arguments import first_tensor
 from actckpt._blocks.planned_size import given_bytes
-from actckpt._budget.links import flush
+from actckpt._budget.bandwidth import flush
 from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from actckpt._blocks.applied import forwards_in, patch, unpatch
-from actckpt._budget.alone import Exchanges, num_ranks
+from actckpt._budget.bandwidth import flush
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.links import flush
+from actckpt._budget.fake_collectives import Exchanges, num_ranks
 from actckpt._budget.not_run import why_not_run
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.steps import Step

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 
 from actckpt._blocks.outside import advice
+from actckpt._budget.bandwidth import is_linked, pins_offload, with_links
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import infeasible_error, with_reserve
-from actckpt._budget.links import is_linked, pins_offload, with_links
 from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import device_of

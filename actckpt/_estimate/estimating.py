@@ -16,8 +16,8 @@ from actckpt._core.sites import qualified_name
 from actckpt._core.steps import Step as CheckedStep
 from actckpt._core.storages import storages_of
 from actckpt._estimate import kernels
+from actckpt._estimate.bandwidth import Link, Offloading
 from actckpt._estimate.fakes import Fakes
-from actckpt._estimate.links import Link, Offloading
 from actckpt._estimate.roofline import Clock
 from actckpt._estimate.targets import Target
 from actckpt._offload.session import DEFAULT_MIN_BYTES

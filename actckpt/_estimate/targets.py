@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from actckpt._text.misspelt import did_you_mean
+from actckpt._text.suggestions import did_you_mean
 
 __all__ = ["Target", "named_target"]
 

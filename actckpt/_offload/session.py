@@ -14,7 +14,7 @@ Rule 3. Hooks switch autograd's version check off, so every handle has one of it
 Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
         canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
         no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
-        TransformerEngine saved it. An alias has the attributes of the object (csrc/core/original.h).
+        TransformerEngine saved it. An alias has the attributes of the object (csrc/core/saved_identity.h).
 Rule 5. Bytes that were brought back are released after their unpack, since with `retain_graph` the handle
         lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
 Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
@@ -40,7 +40,7 @@ from actckpt._core import messages, torch_private
 from actckpt._core.counters import counters
 from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report
-from actckpt._core.subclasses import TakenApart
+from actckpt._core.subclasses import FlattenedSubclass
 from actckpt.errors import SavedTensorChangedError, StillOpenError
 
 __all__ = ["DEFAULT_MIN_BYTES", "Destination", "Offloading", "Session"]
@@ -116,10 +116,10 @@ class Offloading(ContextDecorator):
         return self._figures.report()
 
 
-def pack_parts(session: Session, tensor: Tensor) -> TakenApart:
+def pack_parts(session: Session, tensor: Tensor) -> FlattenedSubclass:
     """Pack a subclass that is made of other tensors."""
     # Shared with nobody: the versions of the parts do not tell what was done to the outer tensor.
-    return TakenApart(tensor, partial(session.pack, may_share=False), session.unpack)
+    return FlattenedSubclass(tensor, partial(session.pack, may_share=False), session.unpack)
 
 
 def freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:

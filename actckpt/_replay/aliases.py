@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from actckpt._C import look_at
+from actckpt._C import record_version
 from actckpt._core.tensor_changes import version_of
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
@@ -21,21 +21,21 @@ from actckpt._replay.paused import Paused
 from actckpt.errors import SavedTensorChangedError
 
 __all__ = [
-    "Roots",
     "Seen",
+    "VersionAliases",
+    "VersionCheck",
     "Watched",
-    "Witness",
     "changed_after_error",
     "check_watched",
-    "look_at_parameters",
     "note_root",
     "read_stored",
+    "record_parameter_versions",
     "resized_error",
     "watch_roots",
 ]
 
 #: A subclass, and its version when the region closed.
-Witness = tuple[weakref.ref[Tensor], int]
+VersionCheck = tuple[weakref.ref[Tensor], int]
 
 
 class Seen(NamedTuple):
@@ -48,10 +48,10 @@ class Seen(NamedTuple):
 
 
 #: For values that were seen through several: all but the last, with their versions.
-Roots = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]
+VersionAliases = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]
 
 
-def note_root(roots: Roots, value: Value, tensor: Tensor) -> bool:
+def note_root(roots: VersionAliases, value: Value, tensor: Tensor) -> bool:
     """Note that `value` is seen through `tensor` now, and was through another one; False if its bytes changed since."""
     root = tensor if tensor._base is None else tensor._base
     others = roots.setdefault(value, [])
@@ -61,11 +61,11 @@ def note_root(roots: Roots, value: Value, tensor: Tensor) -> bool:
         others.append((value.root, value.version))
     if expected is not None and version_of(tensor) > expected:
         return False
-    look_at(value, tensor)
+    record_version(value, tensor)
     return True
 
 
-def look_at_parameters(roots: Roots) -> None:
+def record_parameter_versions(roots: VersionAliases) -> None:
     """Let parameters tell of changes themselves, since they were last seen, and not aliases that were seen later."""
     for value, others in dict(roots).items():
         parameter = value.held
@@ -74,7 +74,7 @@ def look_at_parameters(roots: Roots) -> None:
         root = parameter if parameter._base is None else parameter._base
         for other, version in others:
             if other() is root:
-                look_at(value, parameter)
+                record_version(value, parameter)
                 value.version = version
 
 
@@ -94,7 +94,7 @@ class Watched:
         self,
         get: Callable[[], Tensor],
         roots: Iterable[tuple[Tensor, int]],
-        wrappers: Iterable[Witness] = (),
+        wrappers: Iterable[VersionCheck] = (),
         *,
         is_away: bool = False,
     ) -> None:
@@ -137,7 +137,7 @@ def check_watched(stored: Watched, window: Window | None) -> None:
     stored.check(window)
 
 
-def watch_roots(roots: Roots | None, made_of: Mapping[Value, Sequence[Witness]]) -> None:
+def watch_roots(roots: VersionAliases | None, made_of: Mapping[Value, Sequence[VersionCheck]]) -> None:
     """Watch the values of a closed tape through every tensor that they were seen through (Rule 7).
 
     Args:

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
 from actckpt._core.sites import warn_user
+from actckpt._replay.active_region import OpenRegion
 from actckpt._replay.audit import Site
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
-from actckpt._replay.opened import OpenRegion
 
-__all__ = ["Inside", "run_in_region"]
+__all__ = ["RegionOptions", "run_in_region"]
 
 
-class Inside(NamedTuple):
+class RegionOptions(NamedTuple):
     """What is taken down of what runs in a region, and how its operators are named."""
 
     #: Gets the operators that run, of those that the policy names; None: the site of the region does, and warns.
@@ -38,7 +38,7 @@ def run_in_region(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     respects_hooks: bool,
-    inside: Inside,
+    inside: RegionOptions,
 ) -> Any:
     """Run the forward recorded, so that single operators are replayed."""
     with OpenRegion(

@@ -22,7 +22,7 @@ Rule 4. What is made from such a value is recomputed where the policy says so, a
 Rule 5. An audit that fails on one rank would have that rank keep what others recompute. So it raises, and so do later
         steps, until `configure(opaque=...)` names the operator.
 Rule 6. A block that a budget plans opens no region with such a policy: what the plan of one rank keeps after
-        that region says which of them lead to something in backward. Profiling (NOTE [ Alone ]) raises.
+        that region says which of them lead to something in backward. Profiling (NOTE [ Fake collectives ]) raises.
 """
 
 from typing import Any

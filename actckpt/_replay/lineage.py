@@ -24,7 +24,7 @@ counts are kept right: a value that becomes available, or that nobody asks for a
 released too soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
 
 When the backward ends, or fails, all that it had replayed is released at once. A value whose step is gone by then
-(csrc/graph/parked_steps.h) is held instead.
+(csrc/graph/suspended_steps.h) is held instead.
 
 The counts decide how long bytes stay and never what they are: another backward of the same region at the same time
 counts anew, and whoever misses something replays it.

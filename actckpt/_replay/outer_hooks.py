@@ -37,7 +37,7 @@ from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.errors import ActckptError
 
-__all__ = ["HeldOutside", "Reads", "hand_out", "hand_out_token", "reads_of", "saved_piece"]
+__all__ = ["OuterPacked", "Reads", "pack_outer", "pack_outer_token", "reads_of", "saved_piece"]
 
 _TOKEN_BITS = 40
 
@@ -108,7 +108,7 @@ def _in_order(geometry: Geometry) -> Geometry:
     return geometry._replace(shape=tuple(size for _, size in pairs), stride=tuple(step for step, _ in pairs))
 
 
-def hand_out_token(tape: Tape, values: Iterable[Value]) -> None:
+def pack_outer_token(tape: Tape, values: Iterable[Value]) -> None:
     """Hand out what stands for values that stay, where they may be others in a rerun (Rule 6)."""
     if tape.outer is None or not is_of_checkpoint(tape.outer):
         return
@@ -128,7 +128,7 @@ class _Piece(NamedTuple):
     checksum: Tensor | None
 
 
-def hand_out(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "HeldOutside":
+def pack_outer(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "OuterPacked":
     """Hand the bytes of a value to the hooks outside.
 
     Args:
@@ -148,10 +148,10 @@ def hand_out(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "H
             checksum = audit.checksum(tensor) if tape.is_audited and audit.can_compare(tensor) else None
         with torch.no_grad():
             pieces.append(_Piece(geometry, pack(tensor), checksum))
-    return HeldOutside(pieces, value.nbytes, unpack, tape.site)
+    return OuterPacked(pieces, value.nbytes, unpack, tape.site)
 
 
-class HeldOutside:
+class OuterPacked:
     """Bytes of one value that the hooks outside hold. Call it for a tensor on a storage with all that is needed."""
 
     __slots__ = ("__weakref__", "_base", "_found", "_nbytes", "_pieces", "_site", "_task", "_unpack")
@@ -239,10 +239,10 @@ class HeldOutside:
 
 def saved_piece(stored: object, window: Window) -> Tensor | None:
     """Return a saved tensor that the hooks around its region hold, None where its bytes are elsewhere."""
-    return stored.piece(window) if isinstance(stored, HeldOutside) else None
+    return stored.piece(window) if isinstance(stored, OuterPacked) else None
 
 
-def _forget(reference: "weakref.ref[HeldOutside]", task: int) -> None:
+def _forget(reference: "weakref.ref[OuterPacked]", task: int) -> None:
     held = reference()
     if held is not None:
         held.forget(task)

@@ -101,13 +101,13 @@ def record_special(
     """Record an operator that writes, draws, allocates or communicates; `action`: None where results have their own."""
     choice, kwargs = tape.choice, kwargs or {}
     inputs: list[Value] = []
-    num_untold = tape.num_untold
+    num_unversioned_args = tape.num_unversioned_args
     arguments = [with_windows(tape, arg, inputs) for arg in args]
     keywords = {k: with_windows(tape, v, inputs) for k, v in kwargs.items()}
     step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
     hidden = _hidden_tensors(operator, args, bool(written))
-    why_untold = tape.why_untold if tape.num_untold != num_untold else ""
+    why_untold = tape.why_untold if tape.num_unversioned_args != num_unversioned_args else ""
     why_opaque = _why_never(tape, operator, args, bool(hidden)) or why_untold or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)

@@ -13,11 +13,11 @@ from actckpt import _C
 from actckpt._C import EngineError, unmoved
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
-from actckpt._core.subclasses import TakenApart
+from actckpt._core.subclasses import FlattenedSubclass
 from actckpt._core.tensor_changes import version_of
 from actckpt._replay import aliases, audit, casts, wrappers
 from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
-from actckpt._replay.outer_hooks import Reads, hand_out, hand_out_token, reads_of
+from actckpt._replay.outer_hooks import Reads, pack_outer, pack_outer_token, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
@@ -48,7 +48,7 @@ def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle"
     with Paused():
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
             wrappers.note(tape, tensor)
-            return TakenApart(tensor, functools.partial(pack, tape), unpack)
+            return FlattenedSubclass(tensor, functools.partial(pack, tape), unpack)
         return unmoved(tensor)
 
 
@@ -195,11 +195,11 @@ def _close(tape: Tape) -> None:
     reads = reads_of(tape) if tape.outer is not None else {}
     tape.saved.clear()
     if tape.roots is not None:
-        aliases.look_at_parameters(tape.roots)
+        aliases.record_parameter_versions(tape.roots)
     values = _C.release_unneeded(tape)
     if tape.written_state is not None:
         _copy_written_state(tape, tape.written_state)
-    hand_out_token(tape, values)
+    pack_outer_token(tape, values)
     for value in values:
         _hold_or_store(tape, value, reads.get(value))
     if (tape.roots is not None or made_of) and tape.outer is None:
@@ -240,7 +240,7 @@ def _note_backward_inside(tape: Tape) -> None:
 
 
 def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
-    given = _C.seen_last(value)
+    given = _C.latest_alias(value)
     torch_private.keep_object(given)
     with Paused():
         is_as_recorded = _C.watch(value)
@@ -256,7 +256,7 @@ def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        value.stored = hand_out(tape, value, given, reads)
+        value.stored = pack_outer(tape, value, given, reads)
         value.held = None
     else:
         value.held = alias

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import EngineError, Moved, look_at, value_of
+from actckpt._C import EngineError, Moved, record_version, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
@@ -41,7 +41,7 @@ class Tape(TapeCore):
     hands_kept_out = True
     #: The pack hook, by which a region inside recognises this one.
     pack_hook: Any = None
-    roots: aliases.Roots | None = None  # see `aliases`
+    roots: aliases.VersionAliases | None = None  # see `aliases`
     #: How many other tapes are open around it.
     nesting = 0
     #: How many regions are open that record for this one.
@@ -135,15 +135,15 @@ class Tape(TapeCore):
         value.action, value.choice = old.action, old.choice
         value.why_opaque = "changed outside of the recorder"
         value.held = tensor
-        look_at(value, tensor)
+        record_version(value, tensor)
         self.holding.append(value)
         known.value = value
         return value
 
-    def another_root(self, tensor: Tensor, known: KnownStorage) -> Value:
+    def another_version_alias(self, tensor: Tensor, known: KnownStorage) -> Value:
         """Look at a value through another tensor with a version counter of its own than the last time."""
         if tensor.is_inference():
-            self.num_untold += 1
+            self.num_unversioned_args += 1
             self.why_untold = _C.WHY_INFERENCE
             return known.value
         if self.roots is None:
@@ -207,7 +207,7 @@ class Tape(TapeCore):
                 value.version = -1
             else:
                 value.held = copied
-                look_at(value, copied)
+                record_version(value, copied)
 
     def offload(self, value: Value, tensor: Tensor) -> str:
         """Move the bytes of a value to the store; returns why they stay, or an empty text.

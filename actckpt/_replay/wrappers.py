@@ -15,7 +15,7 @@ from torch import Tensor
 from actckpt._C import strided_storage_of
 from actckpt._core.subclasses import parts_of
 from actckpt._core.tensor_changes import version_of
-from actckpt._replay.aliases import Seen, Witness
+from actckpt._replay.aliases import Seen, VersionCheck
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape
 
@@ -57,9 +57,9 @@ def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
         yield storage
 
 
-def witnesses(tape: Tape) -> dict[Value, list[Witness]]:
+def witnesses(tape: Tape) -> dict[Value, list[VersionCheck]]:
     """Return, for values whose bytes subclasses are made of as the region closes, what tells of changes."""
-    found: dict[Value, list[Witness]] = {}
+    found: dict[Value, list[VersionCheck]] = {}
     for seen in (tape.wrappers or {}).values():
         root = seen.root()
         for reference in seen.storages if root is not None else ():

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from actckpt.planner.quiet import stdout_as_stderr
+from actckpt.planner.stdout_redirect import stdout_as_stderr
 
 __all__ = ["Array", "LinearProgram", "Solution", "Terms"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from actckpt._text.misspelt import did_you_mean
+from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, CostTable
 from actckpt.planner.cycle import moments

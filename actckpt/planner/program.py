@@ -31,9 +31,9 @@ from typing import NamedTuple
 import numpy
 
 from actckpt.action import Action
+from actckpt.planner.bandwidth import Links, has_disk
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Segment, Value
 from actckpt.planner.linear_program import Array, LinearProgram, Solution, Terms
-from actckpt.planner.links import Links, has_disk
 from actckpt.planner.pins import Allowed
 from actckpt.planner.problem import Choice, Problem
 

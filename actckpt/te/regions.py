@@ -30,7 +30,7 @@ from actckpt._core.extensions import Extension, Tracker
 from actckpt.errors import TransformerEngineError
 from actckpt.te.internals import Internals
 from actckpt.te.modules import ModulesInRerun
-from actckpt.te.staying import Staying
+from actckpt.te.offloadable import Staying
 
 __all__ = ["Provider", "RegionState"]
 

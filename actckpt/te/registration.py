@@ -5,8 +5,8 @@ import importlib
 from actckpt._core import extensions
 from actckpt.errors import TransformerEngineError
 from actckpt.te.internals import PACKAGE, READ_VERSIONS, Internals, installed_version, read_already
+from actckpt.te.offloadable import SavedByModules
 from actckpt.te.regions import Provider
-from actckpt.te.staying import SavedByModules
 
 __all__ = ["await_te", "describe", "ignore", "leave_fsdp_group", "provider"]
 
@@ -43,7 +43,7 @@ def provider() -> Provider | None:
     Raises:
         TransformerEngineError: its insides are not as in the versions that were read.
     """
-    extensions.register_awaited()
+    extensions.register_lazy_extensions()
     return _registered[0] if _registered else None
 
 

@@ -11,7 +11,7 @@ namespace actckpt {
   X(acquire, "acquire") \
   X(actions, "actions") \
   X(after_call, "after_call") \
-  X(another_root, "another_root") \
+  X(another_version_alias, "another_version_alias") \
   X(are_as_found, "are_as_found") \
   X(ask_policy, "ask_policy") \
   X(args, "args") \

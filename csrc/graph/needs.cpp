@@ -10,7 +10,7 @@
 #include "core/released.h"
 #include "core/task_end.h"
 #include "graph/lineage.h"
-#include "graph/parked_steps.h"
+#include "graph/suspended_steps.h"
 
 namespace actckpt::replay {
 namespace {

@@ -91,7 +91,7 @@ void unlist_cached(ValueObject* value) noexcept {
   last->cached_place = value->cached_place;
   cached->values.pop_back();
   if (value->is_repeated == 0) cached->bytes -= value->nbytes;
-  if (cached->guest == value) cached->guest = nullptr;
+  if (cached->over_budget_entry == value) cached->over_budget_entry = nullptr;
 }
 
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor) {

@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "core/numerics.h"
-#include "core/original.h"
 #include "core/python.h"
+#include "core/saved_identity.h"
 
 namespace actckpt::replay {
 
@@ -25,7 +25,8 @@ struct CachedBytes {
   long long bytes = 0;
   std::vector<ValueObject*> values;  // with cached bytes; borrowed
   std::vector<long long> tasks;      // backwards under way, whose ends release them
-  ValueObject* guest = nullptr;      // of these values: brought back, and has no room beyond its saved tensors in a row
+  ValueObject* over_budget_entry =
+      nullptr;  // of these values: brought back, and has no room beyond its saved tensors in a row
 };
 
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
@@ -45,7 +46,7 @@ struct ValueObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
-  PyObject* parked;  // see parked_steps.h; null in Python's eyes, too
+  PyObject* parked;  // see suspended_steps.h; null in Python's eyes, too
   PyObject* operator_;
   PyObject* action;
   PyObject* choice;  // of the region in which it was born; null: bytes that stand for nothing
@@ -129,8 +130,8 @@ struct HandleObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* tape;
   PyObject* window;
-  PyObject* alias;     // a tensor like the window, where one is held; else null
-  Original* original;  // null: see core/original.h
+  PyObject* alias;          // a tensor like the window, where one is held; else null
+  SavedIdentity* original;  // null: see core/saved_identity.h
   PyObject* audit;
   ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
   HandleObject* previous;  // of its tape, in the order of saving
@@ -193,10 +194,10 @@ struct TapeObject {
   long long structure;
   long long num_values;
   long long num_packed;
-  long long num_untold;  // tensor arguments of which nobody tells when they change
-  PyObject* why_untold;  // of the last of them
-  PyObject* why_opaque;  // why nothing that operators make here may be replayed; None: it may
-  long long began_at;    // number that autograd would have given to a node when it was opened
+  long long num_unversioned_args;  // tensor arguments of which nobody tells when they change
+  PyObject* why_untold;            // of the last of them
+  PyObject* why_opaque;            // why nothing that operators make here may be replayed; None: it may
+  long long began_at;              // number that autograd would have given to a node when it was opened
   char is_open;
   char is_audited;
   char audits_always;

@@ -5,10 +5,10 @@
 #include <new>
 #include <utility>
 
-#include "core/original.h"
 #include "core/reads.h"
 #include "core/rescue.h"
-#include "core/witness.h"
+#include "core/saved_identity.h"
+#include "core/version_check.h"
 #include "offload/bytes.h"
 #include "offload/owned_memory.h"
 #include "offload/reading.h"
@@ -19,8 +19,8 @@ namespace {
 struct UnmovedObject {
   PyObject_HEAD py::object tensor;
   py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
-  Witness witness;
-  std::unique_ptr<Original> original;
+  VersionCheck witness;
+  std::unique_ptr<SavedIdentity> original;
   bool is_held_itself;
 };
 
@@ -32,7 +32,7 @@ struct MovedObject {
   long long version;
   bool is_conj;
   bool needs_grad;
-  std::unique_ptr<Original> original;
+  std::unique_ptr<SavedIdentity> original;
 };
 
 PyTypeObject* unmoved_type = nullptr;
@@ -203,9 +203,9 @@ py::object new_unmoved(PyObject* tensor) {
   if (self->is_held_itself) {
     self->refusal = py::reinterpret_steal<py::object>(new_reference(tensor));
   } else {
-    self->original = Original::of(tensor);
+    self->original = SavedIdentity::of(tensor);
   }
-  self->witness = Witness(tensor, version_of(tensor), self->tensor.ptr());
+  self->witness = VersionCheck(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }
 
@@ -224,7 +224,7 @@ py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent
   self->version = extent.version;
   self->canary = reads().detach(tensor);
   set_data(self->canary, no_bytes(self->device.ptr()));
-  self->original = Original::of(tensor);
+  self->original = SavedIdentity::of(tensor);
   return handle;
 }
 

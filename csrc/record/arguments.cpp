@@ -13,7 +13,7 @@ namespace {
 
 // Notes an argument of which nobody tells when it changes.
 void note_untold(TapeObject* tape, PyObject* why) {
-  tape->num_untold += 1;
+  tape->num_unversioned_args += 1;
   assign(tape->why_untold, why);
 }
 

@@ -18,7 +18,7 @@ bool is_watched(const TapeObject* tape, const ValueObject* value) {
 
 // The tensor on the bytes of `value` that the region used last: what an operator returned may have been an
 // intermediate of it with a version counter of its own (`_unsafe_view`).
-py::object seen_last(const ValueObject* value) {
+py::object latest_alias(const ValueObject* value) {
   py::object held = py::reinterpret_borrow<py::object>(value->held);
   if (is_none(value->root)) return held;
   PyObject* seen = referent(value->root);
@@ -31,7 +31,7 @@ py::object seen_last(const ValueObject* value) {
 // Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]). False: they
 // changed behind the recorder's back, and unpack will raise.
 bool watch(ValueObject* value) {
-  const py::object held = seen_last(value);
+  const py::object held = latest_alias(value);
   const py::object root = root_of(held.ptr());
   const long long version = version_of(held.ptr());
   if (value->version < 0 || is_none(value->root) || referent(value->root) != root.ptr()) value->version = version;
@@ -97,7 +97,7 @@ void add_closing_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"release_unneeded", release_unneeded, METH_O, "release_unneeded(tape)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  module.def("seen_last", [](const py::handle& value) { return seen_last(as_value(value)); });
+  module.def("latest_alias", [](const py::handle& value) { return latest_alias(as_value(value)); });
   module.def("watch", [](const py::handle& value) { return watch(as_value(value)); });
 }
 

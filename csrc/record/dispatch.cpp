@@ -24,7 +24,7 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   const bool asks_calls = facts_of_choice(tape).asks_calls != 0;
   py::object action = asks_calls ? py::none() : action_of(tape, overload);
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
-  const long long num_untold = tape->num_untold;
+  const long long num_unversioned_args = tape->num_unversioned_args;
   py::object step;
   if (!stays) {  // else it is never made again: nobody will ask what it was made from
     const py::list inputs;
@@ -35,9 +35,10 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   py::object result = (*overload.callee)(args, kwargs);
   if (asks_calls) action = asked_after_call(choice.ptr(), overload.func.ptr(), args, kwargs, result.ptr());
   auto* raw = as_step(step);
-  const py::object why = py::reinterpret_borrow<py::object>(tape->num_untold != num_untold ? tape->why_untold
-                                                            : is_none(tape->why_opaque)    ? names().no_reason
-                                                                                           : tape->why_opaque);
+  const py::object why =
+      py::reinterpret_borrow<py::object>(tape->num_unversioned_args != num_unversioned_args ? tape->why_untold
+                                         : is_none(tape->why_opaque)                        ? names().no_reason
+                                                                                            : tape->why_opaque);
   long index = 0;
   add_results(tape, raw, overload.op.ptr(), result.ptr(), action.ptr(), why.ptr(), index);
   return result;

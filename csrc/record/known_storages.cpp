@@ -37,7 +37,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   }
   value->is_parameter = is_parameter(tape, root.ptr(), storage.ptr());
   assign(value->held, root.ptr());
-  look_at(value, root.ptr(), root_of(root.ptr()));
+  record_version(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);
   const py::object least = attribute(tape->choice, names().offloads_inputs_from);
   // Hooks outside get what the region holds: theirs to move.
@@ -49,7 +49,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   }
   add_known_storage(tape, storage.ptr(), made.ptr());
   append(tape->holding, made.ptr());
-  look_at_maker(tape, value, root.ptr());
+  record_maker_version(tape, value, root.ptr());
   return made;
 }
 
@@ -62,7 +62,7 @@ KnownStorageObject* known_storage_of(TapeObject* tape, PyObject* storage) {
   return referent(known->storage) == storage ? known : nullptr;
 }
 
-void look_at(ValueObject* value, PyObject* tensor, const py::object& root) {
+void record_version(ValueObject* value, PyObject* tensor, const py::object& root) {
   if (!read_version(tensor, &value->version)) return;
   PyObject* reference = untracked(PyWeakref_NewRef(root.ptr(), nullptr));
   if (reference == nullptr) throw py::error_already_set();
@@ -98,9 +98,9 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
   const py::object root = seen == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
   PyObject* last = value->version < 0 ? nullptr : seen;
   if (last == nullptr) {
-    look_at(value, tensor, root);
+    record_version(value, tensor, root);
   } else if (last != root.ptr() || version_of(tensor) > value->version) {
-    PyObject* name = last != root.ptr() ? names().another_root : names().changed_unseen;
+    PyObject* name = last != root.ptr() ? names().another_version_alias : names().changed_unseen;
     return owned(PyObject_CallMethodObjArgs(self, name, tensor, reinterpret_cast<PyObject*>(holder), nullptr));
   }
   return found;
@@ -111,8 +111,8 @@ void add_known_storage_functions(py::module_& module) {
     py::object found = value_of(as_tape(tape), tensor.ptr(), Geometry(tensor.ptr()));
     return found ? found : py::none();
   });
-  module.def("look_at", [](const py::handle& value, const py::handle& tensor) {
-    look_at(as_value(value), tensor.ptr(), root_of(tensor.ptr()));
+  module.def("record_version", [](const py::handle& value, const py::handle& tensor) {
+    record_version(as_value(value), tensor.ptr(), root_of(tensor.ptr()));
   });
 }
 

@@ -23,7 +23,7 @@ KnownStorageObject* known_storage_of(TapeObject* tape, PyObject* storage);
 void add_known_storage(TapeObject* tape, PyObject* storage, PyObject* value);
 
 // Notes through which tensor a value is seen, what that is a view of, and its version.
-void look_at(ValueObject* value, PyObject* tensor, const py::object& root);
+void record_version(ValueObject* value, PyObject* tensor, const py::object& root);
 
 void add_known_storage_functions(py::module_& module);
 

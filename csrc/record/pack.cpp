@@ -61,7 +61,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
     if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
       assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
     }
-    reinterpret_cast<HandleObject*>(handle.ptr())->original = Original::of(tensor).release();
+    reinterpret_cast<HandleObject*>(handle.ptr())->original = SavedIdentity::of(tensor).release();
     add_handle(value, handle.ptr());
     if (tape->is_audited != 0 && is_none(value->held) && is_none(value->stored)) audit(tape, handle.ptr(), tensor);
     return handle.release().ptr();

@@ -90,7 +90,7 @@ void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tens
       new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
   auto* value = as_value(made);
   add_value(tape, value, step, op, 0, index, tensor, &geometry, action, why_opaque);
-  look_at(value, tensor, root_of(tensor));
+  record_version(value, tensor, root_of(tensor));
   add_known_storage(tape, storage.ptr(), made.ptr());
 }
 

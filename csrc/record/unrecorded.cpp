@@ -62,7 +62,7 @@ bool is_in_compiled_code() {
   return false;
 }
 
-void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root) {
+void record_maker_version(TapeObject* tape, ValueObject* value, PyObject* root) {
   if (value->is_parameter != 0 || !reads().requires_grad.is_true(root)) return;
   const py::object node = reads().grad_fn(root);
   if (node.is_none() || !is_instance(node.ptr(), names().function_type)) return;

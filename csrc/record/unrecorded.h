@@ -12,7 +12,7 @@ bool is_in_compiled_code();
 
 // Tells the tape if `value`, taken for an input when a recorded operator or autograd met `tensor`, was made inside of
 // the region by an autograd.Function: by the node of its root ...
-void look_at_maker(TapeObject* tape, ValueObject* value, PyObject* root);
+void record_maker_version(TapeObject* tape, ValueObject* value, PyObject* root);
 
 // ... or, where autograd saves it and it has none, by the call of the Function that is saving it.
 void look_at_saver(TapeObject* tape, ValueObject* value, PyObject* tensor);

@@ -291,24 +291,25 @@ bool is_watched_by_others(PyObject* stored) {
 
 // What was brought back without room for it goes when another one is brought back: several saved tensors of one
 // operator, such as query, key and value of attention, lie in one storage, and are unpacked one after the other.
-void dismiss_guest(TapeObject* tape, const ValueObject* value) {
-  if (tape->cached == nullptr || tape->cached->guest == nullptr || tape->cached->guest == value || has_room(tape))
+void dismiss_over_budget_entry(TapeObject* tape, const ValueObject* value) {
+  if (tape->cached == nullptr || tape->cached->over_budget_entry == nullptr ||
+      tape->cached->over_budget_entry == value || has_room(tape))
     return;
-  const auto guest = py::reinterpret_borrow<py::object>(as_object(tape->cached->guest));
-  evict(as_value(guest), as_value(guest)->cached_task);
+  const auto over_budget_entry = py::reinterpret_borrow<py::object>(as_object(tape->cached->over_budget_entry));
+  evict(as_value(over_budget_entry), as_value(over_budget_entry)->cached_task);
 }
 
 py::object stored_bytes(TapeObject* tape, ValueObject* value, PyObject* window) {
-  dismiss_guest(tape, value);
+  dismiss_over_budget_entry(tape, value);
   const py::object stored = py::reinterpret_borrow<py::object>(value->stored);
   py::object tensor = call_with(names().read_stored, stored.ptr(), window == nullptr ? Py_None : window);
   if (is_watched_by_others(stored.ptr()) && !is_true(stored.ptr(), names().is_away)) return tensor;  // it is held
   const long long task = current_task();
   count_needs(tape, task);
   if (is_none(tape->outer) && task != -1 && is_asked(value, task)) {
-    const bool is_guest = !has_room(tape);
+    const bool is_over_budget = !has_room(tape);
     cache(reinterpret_cast<PyObject*>(tape), value, tensor.ptr(), task);  // so that it is brought back once
-    if (is_guest && !is_none(value->cached)) value->cached_in->guest = value;
+    if (is_over_budget && !is_none(value->cached)) value->cached_in->over_budget_entry = value;
   }
   return tensor;
 }

@@ -87,7 +87,7 @@ void frame_dealloc(PyObject* self) {
   frames_with_values().erase(frame);
   frame->values.~ValuesVector();
   frame->saved.~SavedVector();
-  frame->recipe.~Recipe();
+  frame->recipe.~RecomputeContext();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -109,7 +109,7 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
     if (frame->check_metadata && !reads().requires_grad.is_true(tensor)) {
       PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
       if (reference == nullptr) throw py::error_already_set();
-      saved.outsider = py::reinterpret_steal<py::object>(reference);
+      saved.external_tensor = py::reinterpret_steal<py::object>(reference);
     }
     if (told != nullptr) {
       const auto function = py::reinterpret_borrow<py::object>(told);
@@ -220,11 +220,11 @@ void FrameObject::drop(PyObject* key) noexcept {
   if (values.empty()) frames_with_values().erase(this);
 }
 
-py::object new_frame(Recipe recipe, bool check_metadata) {
+py::object new_frame(RecomputeContext recipe, bool check_metadata) {
   PyObject* self = frame_type->tp_alloc(frame_type, 0);  // zeroed
   if (self == nullptr) throw py::error_already_set();
   FrameObject* frame = frame_of(self);
-  new (&frame->recipe) Recipe(std::move(recipe));
+  new (&frame->recipe) RecomputeContext(std::move(recipe));
   new (&frame->saved) std::vector<Saved>();
   frame->saved.reserve(kFewSaved);
   new (&frame->values) std::vector<std::unique_ptr<Values>>();
@@ -245,21 +245,21 @@ py::object alive(const py::object& reference) {
 void complete_forward(FrameObject* frame) {
   frame->forward_completed = true;
   for (Saved& saved : frame->saved) {
-    if (!saved.outsider) continue;
-    const py::object tensor = alive(saved.outsider);
+    if (!saved.external_tensor) continue;
+    const py::object tensor = alive(saved.external_tensor);
     if (tensor) {
-      saved.outsider_version = version_of(tensor.ptr());
+      saved.external_tensor_version = version_of(tensor.ptr());
     } else {
-      saved.outsider = py::object();
+      saved.external_tensor = py::object();
     }
   }
 }
 
-std::vector<long long> outsider_versions(const FrameObject* frame) {
+std::vector<long long> external_tensor_versions(const FrameObject* frame) {
   std::vector<long long> versions;
   for (std::size_t i = 0; i < frame->saved.size(); ++i) {
-    if (!frame->saved[i].outsider) continue;
-    const py::object tensor = alive(frame->saved[i].outsider);
+    if (!frame->saved[i].external_tensor) continue;
+    const py::object tensor = alive(frame->saved[i].external_tensor);
     if (!tensor) continue;
     versions.resize(frame->saved.size(), -1);
     versions[i] = version_of(tensor.ptr());
@@ -267,8 +267,9 @@ std::vector<long long> outsider_versions(const FrameObject* frame) {
   return versions;
 }
 
-bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start) {
-  return version_at_start != -1 && version_at_start != saved.outsider_version && alive(saved.outsider).ptr() == tensor;
+bool is_changed_external_tensor(const Saved& saved, PyObject* tensor, long long version_at_start) {
+  return version_at_start != -1 && version_at_start != saved.external_tensor_version &&
+         alive(saved.external_tensor).ptr() == tensor;
 }
 
 py::object pack_of(const py::object& frame) { return owned(PyCFunction_New(&frame_methods[0], frame.ptr())); }
@@ -314,7 +315,7 @@ py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   }
   Refilled& value = values->slots[index];
   py::object tensor = value.tensor;
-  const Witness witness = value.witness;
+  const VersionCheck witness = value.witness;
   if (!values->keep) {
     value.tensor = py::object();
     value.state = Refilled::State::kTaken;
@@ -372,15 +373,15 @@ PyObject* release_rerun_values(PyObject*, PyObject* argument) {
   });
 }
 
-// tell_of_saved(function or None) -> the one before
-PyObject* tell_of_saved(PyObject*, PyObject* function) {
+// set_saved_tensor_observer(function or None) -> the one before
+PyObject* set_saved_tensor_observer(PyObject*, PyObject* function) {
   PyObject* before = std::exchange(told, function == Py_None ? nullptr : Py_NewRef(function));
   return before == nullptr ? Py_NewRef(Py_None) : before;
 }
 
 PyMethodDef frame_functions[] = {{"release_rerun_values", release_rerun_values, METH_O,
                                   "release_rerun_values(nbytes) -> released bytes of what reruns brought back."},
-                                 {"tell_of_saved", tell_of_saved, METH_O,
+                                 {"set_saved_tensor_observer", set_saved_tensor_observer, METH_O,
                                   "Call a function with each tensor that forwards of regions save in this thread."},
                                  {nullptr, nullptr, 0, nullptr}};
 

@@ -19,7 +19,7 @@
 #include <memory>
 #include <vector>
 
-#include "core/witness.h"
+#include "core/version_check.h"
 
 namespace actckpt {
 
@@ -33,7 +33,7 @@ struct Refilled {
   enum class State { kMissing, kHeld, kTaken };
 
   py::object tensor;
-  Witness witness;  // of the tensor when it was saved
+  VersionCheck witness;  // of the tensor when it was saved
   State state = State::kMissing;
   bool needs_grad = false;
 };
@@ -56,12 +56,12 @@ struct Saved {
   SlotObject* slot = nullptr;  // borrowed; null once autograd released it
   // Weak reference to a tensor that outlives the forward and has no gradient (a mask that a module
   // holds, say), and its version then. Null for all others.
-  py::object outsider;
-  long long outsider_version = 0;
+  py::object external_tensor;
+  long long external_tensor_version = 0;
 };
 
 // What a rerun of a region needs.
-struct Recipe {
+struct RecomputeContext {
   py::object function;
   py::object args;                         // held: what held.h's restore_arguments takes. Null where `region` is set.
   py::object state;                        // global state of the forward, a tuple; null where `region` is set
@@ -78,7 +78,7 @@ struct Recipe {
 
 struct FrameObject {
   PyObject_HEAD PyObject* weakrefs;
-  Recipe recipe;
+  RecomputeContext recipe;
   std::vector<Saved> saved;
   std::vector<std::unique_ptr<Values>> values;
   std::size_t num_live;  // slots that autograd still holds
@@ -92,7 +92,7 @@ struct FrameObject {
 // Not what reruns brought back: it goes with its backward.
 template <typename Visit>
 void for_each_reference(FrameObject& frame, const Visit& visit) {
-  Recipe& recipe = frame.recipe;
+  RecomputeContext& recipe = frame.recipe;
   for (py::object* field :
        {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
     visit(field->ptr());
@@ -108,16 +108,16 @@ struct SlotObject {
 extern PyTypeObject* frame_type;
 extern PyTypeObject* slot_type;
 
-py::object new_frame(Recipe recipe, bool check_metadata);
+py::object new_frame(RecomputeContext recipe, bool check_metadata);
 
-// Ends the forward: from now on, outsiders must not change.
+// Ends the forward: from now on, external_tensors must not change.
 void complete_forward(FrameObject* frame);
 
-// Whether `tensor`, saved again at `index`, is an outsider that was changed in place meanwhile.
-bool is_changed_outsider(const Saved& saved, PyObject* tensor, long long version_at_start);
+// Whether `tensor`, saved again at `index`, is an external_tensor that was changed in place meanwhile.
+bool is_changed_external_tensor(const Saved& saved, PyObject* tensor, long long version_at_start);
 
-// Versions of the outsiders as a rerun finds them, by index; -1 where there is none.
-std::vector<long long> outsider_versions(const FrameObject* frame);
+// Versions of the external_tensors as a rerun finds them, by index; -1 where there is none.
+std::vector<long long> external_tensor_versions(const FrameObject* frame);
 
 // Pack hook of the forward, as a bound method.
 py::object pack_of(const py::object& frame);

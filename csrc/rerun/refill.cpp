@@ -16,7 +16,7 @@ struct RefillObject {
   py::object error;                // the first mismatch
   py::object may_stop;             // tells whether the rerun may end where it is; null: anywhere
   std::unique_ptr<Values> values;
-  std::vector<long long> outsiders;  // their versions at the start of the rerun
+  std::vector<long long> external_tensors;  // their versions at the start of the rerun
   std::size_t num_packed;
   std::size_t num_needed;  // one past the last slot that autograd still holds
   bool early_stop;
@@ -102,15 +102,15 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
       } else if (version != frame->saved[index].version) {
         if (is_mismatch(refill, index, tensor, "version")) return stop(refill);
       }
-      if (index < refill->outsiders.size() &&
-          is_changed_outsider(frame->saved[index], tensor, refill->outsiders[index]) &&
-          is_mismatch(refill, index, tensor, "outsider")) {
+      if (index < refill->external_tensors.size() &&
+          is_changed_external_tensor(frame->saved[index], tensor, refill->external_tensors[index]) &&
+          is_mismatch(refill, index, tensor, "external_tensor")) {
         return stop(refill);
       }
     }
     Refilled& entry = refill->values->slots[index];
     entry.tensor = value;
-    entry.witness = Witness(tensor, version, value.ptr());
+    entry.witness = VersionCheck(tensor, version, value.ptr());
     entry.state = Refilled::State::kHeld;
     entry.needs_grad = needs_grad;
   }
@@ -157,7 +157,7 @@ void refill_dealloc(PyObject* self) {
   RefillObject* refill = refill_of(self);
   using OwnedValues = std::unique_ptr<Values>;
   using Versions = std::vector<long long>;
-  refill->outsiders.~Versions();
+  refill->external_tensors.~Versions();
   refill->values.~OwnedValues();
   refill->may_stop.~object();
   refill->error.~object();
@@ -215,7 +215,7 @@ py::object new_refill(FrameObject* frame, std::size_t index, const py::object& k
   new (&refill->error) py::object();
   new (&refill->may_stop) py::object();
   new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
-  new (&refill->outsiders) std::vector<long long>();
+  new (&refill->external_tensors) std::vector<long long>();
   refill->values->key = key;
   refill->values->slots.resize(frame->saved.size());
   if (const Values* former = frame->find(key.ptr())) begin_again(refill, *former, index);
@@ -224,7 +224,7 @@ py::object new_refill(FrameObject* frame, std::size_t index, const py::object& k
   refill->early_stop = frame->recipe.early_stop;
   refill->stopped = false;
   auto owner = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(refill));
-  if (frame->forward_completed) refill->outsiders = outsider_versions(frame);
+  if (frame->forward_completed) refill->external_tensors = external_tensor_versions(frame);
   return owner;
 }
 

@@ -129,7 +129,7 @@ bool is_as_left(const FrameObject* frame) {
 // Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
 bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
-  const Recipe& recipe = frame->recipe;
+  const RecomputeContext& recipe = frame->recipe;
   if (recipe.region) return false;
   if (frame->forward_completed && !is_as_left(frame)) return false;
   const py::object state = capture_state();
@@ -228,8 +228,8 @@ bool truth(PyObject* object) {
   return result != 0;
 }
 
-Recipe new_recipe(PyObject* function, PyObject* early_stop) {
-  Recipe recipe;
+RecomputeContext new_recipe(PyObject* function, PyObject* early_stop) {
+  RecomputeContext recipe;
   recipe.function = py::reinterpret_borrow<py::object>(function);
   recipe.lock = call(names().lock_type);
   recipe.early_stop = truth(early_stop);
@@ -242,7 +242,7 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 5) throw py::type_error("run_common takes five arguments");
     if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
-    Recipe recipe = new_recipe(args[0], args[2]);
+    RecomputeContext recipe = new_recipe(args[0], args[2]);
     recipe.state = capture_state();
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
@@ -281,7 +281,7 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 7) throw py::type_error("run takes seven arguments");
-    Recipe recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
+    RecomputeContext recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
     recipe.outer_swap = PyLong_AsLongLong(args[6]);
     recipe.region = py::reinterpret_borrow<py::object>(args[0]);
     const py::object frame = new_frame(std::move(recipe), truth(args[5]));

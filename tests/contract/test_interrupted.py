@@ -17,10 +17,12 @@ from torch.utils import _python_dispatch
 import actckpt
 from actckpt import regions
 from actckpt._core import torch_private
-from actckpt._replay import opened, saved_tensor_hooks
+from actckpt._replay import active_region, saved_tensor_hooks
 
 _POLICIES = pytest.mark.parametrize("policy", ["keep", "recompute", "offload", [torch.ops.aten.sin.default]], ids=str)
-_OPENS_AND_CLOSES = tuple(str(module.__file__) for module in (regions, opened, saved_tensor_hooks, _python_dispatch))
+_OPENS_AND_CLOSES = tuple(
+    str(module.__file__) for module in (regions, active_region, saved_tensor_hooks, _python_dispatch)
+)
 
 
 class InterruptError(Exception):

@@ -269,7 +269,7 @@ def test_a_block_that_raises_leaves_nothing_behind() -> None:
     actckpt.apply(model)
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 16, WIDTH + 1))
-    assert _C.tell_of_saved(None) is None
+    assert _C.set_saved_tensor_observer(None) is None
     held = _held(model)
     assert actckpt.report(model).kept_bytes == held
 

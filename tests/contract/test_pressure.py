@@ -18,7 +18,7 @@ from torch import Tensor
 import actckpt
 from actckpt import _C, _bind
 from actckpt._core import pressure, torch_private
-from actckpt._replay import opened
+from actckpt._replay import active_region
 from actckpt.memory import LiveStorages
 
 _ALL = 1 << 60
@@ -102,7 +102,7 @@ def test_pressing_while_a_replayed_value_dies_does_not_free_it_twice() -> None:
     x = torch.randn(4, requires_grad=True)
     with actckpt.region():
         y = x.sin().exp()
-        tape = opened._local.tape
+        tape = active_region._local.tape
 
     def hook(grad: Tensor) -> None:
         value = _C.Value(16, x.device, 9)

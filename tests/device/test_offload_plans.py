@@ -13,7 +13,7 @@ from oracle import assert_equal
 
 import actckpt
 from actckpt import _C, Action, _checkpointed_call, config
-from actckpt._budget import links
+from actckpt._budget import bandwidth
 from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
 from actckpt._cycles import loop, solving
@@ -180,9 +180,13 @@ def test_links_are_measured_whatever_the_default_device_is_with_pieces_that_fit_
     accelerator, sim = devices.available(), torch.device("sim", 0)
     assert accelerator is not None
     with torch.device("sim"):
-        rates = links._copied(accelerator, sim)
+        rates = bandwidth._copied(accelerator, sim)
     assert rates == (pytest.approx(20e6), pytest.approx(20e6))
-    assert links._piece_bytes(accelerator, sim) > links._piece_bytes(_Small("sim"), sim) == session.DEFAULT_MIN_BYTES
+    assert (
+        bandwidth._piece_bytes(accelerator, sim)
+        > bandwidth._piece_bytes(_Small("sim"), sim)
+        == session.DEFAULT_MIN_BYTES
+    )
 
 
 def _inputs_offloaded(training: Training, budget: int) -> actckpt.Plan:

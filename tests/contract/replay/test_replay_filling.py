@@ -16,7 +16,7 @@ from oracle import CountOperators, leaf
 from torch import Tensor
 
 import actckpt
-from actckpt._replay import opened
+from actckpt._replay import active_region
 
 Program = Callable[[Tensor], Tensor]
 
@@ -194,7 +194,7 @@ def test_writes_that_a_policy_or_a_setting_keeps_are_not_executed_again() -> Non
 def test_memory_that_nothing_read_is_not_lost_when_it_is_overwritten() -> None:
     x, unread, read = leaf(6, 8), torch.zeros(6, 8), torch.zeros(6, 8)
     with actckpt.region():
-        tape = opened._local.tape
+        tape = active_region._local.tape
         assert tape is not None
         y = torch.nn.functional.dropout(x.sin(), 0.5)
         unread.fill_(2.0)

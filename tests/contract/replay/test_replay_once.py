@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
 from actckpt import _C, _bind
-from actckpt._replay import opened
+from actckpt._replay import active_region
 from actckpt.memory import LiveStorages
 
 pytestmark = pytest.mark.usefixtures("no_audit")
@@ -47,7 +47,7 @@ class _Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cached_bytes: list[int] = []
         self.tapes: list[Any] = []
-        right = opened.unpack_recorded
+        right = active_region.unpack_recorded
 
         def unpack(packed: Any) -> Tensor:
             tensor = right(packed)
@@ -55,7 +55,7 @@ class _Watch:
             self.tapes[:] = [packed.tape]
             return tensor
 
-        monkeypatch.setattr(opened, "unpack_recorded", unpack)
+        monkeypatch.setattr(active_region, "unpack_recorded", unpack)
 
 
 @pytest.mark.parametrize("n", [2, 16, 128])

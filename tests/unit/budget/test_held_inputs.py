@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from actckpt._budget.apart import holds_input
+from actckpt._budget.isolated_block import holds_input
 
 _remembered: list[Tensor] = []
 

@@ -174,5 +174,5 @@ def test_an_awaited_package_that_cannot_be_carried_raises_at_every_region(monkey
         with pytest.raises(LookupError, match="unknown"):
             actckpt.checkpoint(torch.sin, torch.randn(3, requires_grad=True))
     actckpt.checkpoint(torch.sin, torch.randn(3, requires_grad=True)).sum().backward()
-    assert not answers and package.__name__ not in extensions.awaited
+    assert not answers and package.__name__ not in extensions.lazy_extensions
     extensions.unregister(made)

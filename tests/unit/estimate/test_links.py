@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import actckpt
-from actckpt._estimate.links import Link
+from actckpt._estimate.bandwidth import Link
 from actckpt._estimate.roofline import Clock
 from actckpt._estimate.targets import named_target
 from actckpt.memory import LiveStorages

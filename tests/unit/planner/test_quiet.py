@@ -15,7 +15,7 @@ from scipy import optimize
 from test_plan_shown import _costs
 
 from actckpt import planner
-from actckpt.planner.quiet import stdout_as_stderr
+from actckpt.planner.stdout_redirect import stdout_as_stderr
 
 
 def _print_from_c(text: str) -> None:
@@ -69,7 +69,7 @@ def test_an_error_inside_puts_the_output_back(capfd: pytest.CaptureFixture[str])
 def test_a_process_without_such_streams_solves_too(closed: str, tmp_path: Path) -> None:
     marked = tmp_path / "done"
     code = f"import os; [os.close(each) for each in ({closed},)]\n"
-    code += "from actckpt.planner.quiet import stdout_as_stderr\nwith stdout_as_stderr(): value = 1\n"
+    code += "from actckpt.planner.stdout_redirect import stdout_as_stderr\nwith stdout_as_stderr(): value = 1\n"
     code += f"open({str(marked)!r}, 'w').close()\n"
     subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[3])
     assert marked.exists()

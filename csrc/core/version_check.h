@@ -12,12 +12,12 @@ namespace actckpt {
 
 namespace py = pybind11;
 
-class Witness {
+class VersionCheck {
  public:
-  Witness() = default;
+  VersionCheck() = default;
 
   // `held` is what is held of `tensor`, which is at `version`: itself, or what its `detach` returned.
-  Witness(PyObject* tensor, long long version, PyObject* held);
+  VersionCheck(PyObject* tensor, long long version, PyObject* held);
 
   // Whether `held`, or the tensor that it was made from, was changed; then the versions found and expected.
   bool is_changed(PyObject* held, long long* found, long long* expected) const;

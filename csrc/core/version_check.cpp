@@ -1,10 +1,10 @@
-#include "core/witness.h"
+#include "core/version_check.h"
 
 #include "core/python.h"
 
 namespace actckpt {
 
-Witness::Witness(PyObject* tensor, long long version, PyObject* held) : version_(version) {
+VersionCheck::VersionCheck(PyObject* tensor, long long version, PyObject* held) : version_(version) {
   if (held == tensor || is_plain_tensor(tensor)) return;
   version_ = version_of(held);
   PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
@@ -13,7 +13,7 @@ Witness::Witness(PyObject* tensor, long long version, PyObject* held) : version_
   tensor_version_ = version;
 }
 
-bool Witness::is_changed(PyObject* held, long long* found, long long* expected) const {
+bool VersionCheck::is_changed(PyObject* held, long long* found, long long* expected) const {
   *found = version_of(held);
   *expected = version_;
   if (*found != *expected || !tensor_) return *found != *expected;

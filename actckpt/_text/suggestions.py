@@ -17,7 +17,7 @@ def did_you_mean(
 
     Example::
 
-        >>> from actckpt._text.misspelt import did_you_mean
+        >>> from actckpt._text.suggestions import did_you_mean
         >>> did_you_mean(["polcy"], ["policy", "blocks"])
         ' Did you mean policy?'
     """

@@ -13,11 +13,11 @@ namespace actckpt {
 
 namespace py = pybind11;
 
-class Original {
+class SavedIdentity {
  public:
   // What is to be known of `tensor`, which is about to be saved; null where autograd makes a tensor of its own anyway,
   // and where nobody but the hook has the object.
-  static std::unique_ptr<Original> of(PyObject* tensor);
+  static std::unique_ptr<SavedIdentity> of(PyObject* tensor);
 
   // The object, if `alias`, which is a fresh one, is the same tensor on the same bytes; else `alias` with attributes.
   py::object resolved(py::object alias) const;
@@ -26,7 +26,7 @@ class Original {
   py::object with_attributes(py::object alias) const;
 
  private:
-  explicit Original(PyObject* tensor);
+  explicit SavedIdentity(PyObject* tensor);
   bool is_same(PyObject* original, PyObject* alias) const;
 
   py::object reference_;   // weak

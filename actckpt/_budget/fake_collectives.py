@@ -1,6 +1,6 @@
 """What stands for other ranks while a block runs on its own.
 
-NOTE [ Alone ]
+NOTE [ Fake collectives ]
 
 Ranks profile other blocks at other times, and plans differ. A collective that one rank runs and another one does not
 would wait for ever, or be taken for the next one: gradients would be wrong without a word. So profiling exchanges
@@ -27,7 +27,7 @@ from actckpt._core import ranks, torch_private
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import tensors_in
 
-__all__ = ["Alone", "Exchanges", "num_ranks"]
+__all__ = ["Exchanges", "FakeCollectives", "num_ranks"]
 
 #: Those of FSDP's own operators that talk to other ranks call these.
 _EXCHANGES = ranks.COLLECTIVE_NAMESPACES - {"fsdp"}
@@ -123,8 +123,8 @@ class Exchanges(ObservingMode):
         self._received = []
 
 
-class Alone(ObservingMode):
-    """Exchanges nothing with other ranks (NOTE [ Alone ])."""
+class FakeCollectives(ObservingMode):
+    """Exchanges nothing with other ranks (NOTE [ Fake collectives ])."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-#include "core/original.h"
+#include "core/saved_identity.h"
 
 #include "core/extensions.h"
 #include "core/python.h"
@@ -20,12 +20,12 @@ bool is_equal(const py::object& one, const py::object& other) {
 
 }  // namespace
 
-std::unique_ptr<Original> Original::of(PyObject* tensor) {
+std::unique_ptr<SavedIdentity> SavedIdentity::of(PyObject* tensor) {
   if (Py_REFCNT(tensor) <= kOwnReferences || reads().requires_grad.is_true(tensor)) return nullptr;
-  return std::unique_ptr<Original>(new Original(tensor));
+  return std::unique_ptr<SavedIdentity>(new SavedIdentity(tensor));
 }
 
-Original::Original(PyObject* tensor) : version_(version_of(tensor)), must_be_alias_(false) {
+SavedIdentity::SavedIdentity(PyObject* tensor) : version_(version_of(tensor)), must_be_alias_(false) {
   PyObject* reference = PyWeakref_NewRef(tensor, nullptr);
   if (reference == nullptr) throw py::error_already_set();
   reference_ = py::reinterpret_steal<py::object>(reference);
@@ -36,7 +36,7 @@ Original::Original(PyObject* tensor) : version_(version_of(tensor)), must_be_ali
   must_be_alias_ = any_is_true(names().clears_saved);
 }
 
-bool Original::is_same(PyObject* original, PyObject* alias) const {
+bool SavedIdentity::is_same(PyObject* original, PyObject* alias) const {
   if (must_be_alias_ || Py_TYPE(original) != Py_TYPE(alias) || version_of(original) != version_ ||
       reads().requires_grad.is_true(original)) {
     return false;
@@ -51,13 +51,13 @@ bool Original::is_same(PyObject* original, PyObject* alias) const {
          reads().is_neg.is_true(original) == reads().is_neg.is_true(alias);
 }
 
-py::object Original::resolved(py::object alias) const {
+py::object SavedIdentity::resolved(py::object alias) const {
   const py::object original = call(reference_.ptr());
   if (!original.is_none() && is_same(original.ptr(), alias.ptr())) return original;
   return with_attributes(std::move(alias));
 }
 
-py::object Original::with_attributes(py::object alias) const {
+py::object SavedIdentity::with_attributes(py::object alias) const {
   const py::object original = call(reference_.ptr());
   const py::object attributes = original.is_none() ? attributes_ : attributes_of(original.ptr());
   if (attributes && PyDict_GET_SIZE(attributes.ptr()) > 0 &&

@@ -19,7 +19,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "holds_input", "set_apart"]
+__all__ = ["attributes_of", "counts_calls", "holds_input", "isolate"]
 
 #: What every module has; `forward` or what was compiled stands for the region of the block.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
@@ -52,7 +52,7 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
 
 
 @contextlib.contextmanager
-def set_apart(
+def isolate(
     block: torch.nn.Module, arguments: Any, written: _Written, drawn: Iterable[torch.Generator]
 ) -> Iterator[tuple[Any, list[Tensor]]]:
     """Lend arguments, parameters and buffers of their own to one run of a block, and put back what it changes.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import actckpt
-from actckpt._budget.alone import Alone, Exchanges
+from actckpt._budget.fake_collectives import Exchanges, FakeCollectives
 from actckpt._core import torch_private
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="a torch that is built without distributed")
@@ -46,7 +46,7 @@ def test_results_have_the_shapes_and_integers_of_collectives(group: str) -> None
         expected = _program(group, x)
     exchanges.close()
     assert len(exchanges.integers) == 9 and torch.equal(exchanges.integers[4][0], torch.arange(3))
-    with Alone(exchanges):
+    with FakeCollectives(exchanges):
         found = _program("a group that is not there", x)
     assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
     assert torch.equal(found[4], expected[4]) and torch.equal(found[0], x)
@@ -54,7 +54,7 @@ def test_results_have_the_shapes_and_integers_of_collectives(group: str) -> None
 
 def test_other_ranks_send_what_this_one_sends() -> None:
     x = torch.randn(4, 3)
-    with Alone(Exchanges()):
+    with FakeCollectives(Exchanges()):
         assert torch.equal(functional.all_gather_into_tensor(x, 2, "no group"), torch.cat([x, x]))
         assert torch.equal(functional.reduce_scatter_tensor(x, "sum", 2, "no group"), x[:2])
         assert functional.all_to_all_single(x, [5, 2], [1, 3], "no group").shape == (7, 3)
@@ -62,7 +62,10 @@ def test_other_ranks_send_what_this_one_sends() -> None:
 
 def test_what_is_not_known_sends_nothing() -> None:
     x = torch.randn(4, 3)
-    with Alone(Exchanges()), pytest.raises(NotImplementedError, match=r"all_gather_into_tensor_out.*other ranks"):
+    with (
+        FakeCollectives(Exchanges()),
+        pytest.raises(NotImplementedError, match=r"all_gather_into_tensor_out.*other ranks"),
+    ):
         functional.all_gather_into_tensor_out(x, 2, "no group", out=torch.empty(8, 3))
 
 

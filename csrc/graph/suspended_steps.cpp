@@ -1,4 +1,4 @@
-#include "graph/parked_steps.h"
+#include "graph/suspended_steps.h"
 
 #include <functional>
 #include <utility>
