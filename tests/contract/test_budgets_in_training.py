@@ -481,8 +481,8 @@ def test_values_that_are_changed_in_place_with_what_came_after_them_are_planned(
     ("call", "message"),
     [
         (
-            lambda model: actckpt.apply(model, "recompute", budget="1GiB", on_infeasible="raise"),
-            "a budget beside policy='recompute'",
+            lambda model: actckpt.apply(model, "matmuls", budget="1GiB", on_infeasible="raise"),
+            "a budget beside policy='matmuls'",
         ),
         (
             lambda model: actckpt.apply(model, budget="1GiB", activation_budget="40%", on_infeasible="raise"),

@@ -142,4 +142,4 @@ def test_other_values_of_on_infeasible_are_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=rf"^apply: on_infeasible={wrong!r}\. Pass 'warn' or 'raise'\."):
         actckpt.apply(model, activation_budget="50%", on_infeasible=wrong)
     with pytest.raises(ValueError, match="on_infeasible"):
-        actckpt.apply(model, "recompute", on_infeasible="warn")  # type: ignore[call-overload]
+        actckpt.apply(model, "recompute", on_infeasible="raise")
