@@ -368,7 +368,7 @@ class TapeCore:
     num_values: int
     num_packed: int
     num_unversioned_args: int
-    why_untold: str
+    why_unversioned: str
     why_opaque: str | None
     began_at: int
     is_open: bool

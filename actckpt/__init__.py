@@ -15,44 +15,18 @@ import torch.utils.checkpoint as _torch_checkpoint
 if _typing.TYPE_CHECKING:
     from torch.utils.checkpoint import (
         SAC_IGNORED_OPS as SAC_IGNORED_OPS,
-    )
-    from torch.utils.checkpoint import (
         CheckpointError as CheckpointError,
-    )
-    from torch.utils.checkpoint import (
         CheckpointFunction as CheckpointFunction,
-    )
-    from torch.utils.checkpoint import (
         CheckpointPolicy as CheckpointPolicy,
-    )
-    from torch.utils.checkpoint import (
         DefaultDeviceType as DefaultDeviceType,
-    )
-    from torch.utils.checkpoint import (
         SelectiveCheckpointContext as SelectiveCheckpointContext,
-    )
-    from torch.utils.checkpoint import (
         check_backward_validity as check_backward_validity,
-    )
-    from torch.utils.checkpoint import (
         create_selective_checkpoint_contexts as create_selective_checkpoint_contexts,
-    )
-    from torch.utils.checkpoint import (
         detach_variable as detach_variable,
-    )
-    from torch.utils.checkpoint import (
         get_device_states as get_device_states,
-    )
-    from torch.utils.checkpoint import (
         noop_context_fn as noop_context_fn,
-    )
-    from torch.utils.checkpoint import (
         set_checkpoint_debug_enabled as set_checkpoint_debug_enabled,
-    )
-    from torch.utils.checkpoint import (
         set_checkpoint_early_stop as set_checkpoint_early_stop,
-    )
-    from torch.utils.checkpoint import (
         set_device_states as set_device_states,
     )
 

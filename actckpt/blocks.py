@@ -28,7 +28,7 @@ from actckpt._blocks.model_report import GroupBy, ModelReport
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._blocks.report_data import keep_report, kept_report, report_data
-from actckpt._budget.budget_config import BudgetConfig, check_budget
+from actckpt._budget.budget_config import BudgetConfig, check_budget, has_budget
 from actckpt._budget.infeasible import OnInfeasible
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
@@ -132,7 +132,7 @@ def apply(
     check_model(model, "apply")
     given = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
     given |= {"race": race, "on_infeasible": on_infeasible}
-    if budget is not None or activation_budget is not None:
+    if has_budget(given):
         return _apply_budget(model, policy, blocks, given, options)
     extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] != default}
     others: dict[str, Any] = {**options, **extra}

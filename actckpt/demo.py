@@ -208,7 +208,6 @@ class _Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
         self.device = options.device
         self._batches = _batches(options, text)
-        self._has_budget = isinstance(apply, functools.partial)
         apply(self.model)
 
     def step(self) -> tuple[float, float]:
@@ -230,7 +229,7 @@ class _Training:
 
     def finish_trials(self) -> None:
         """Train until `apply` tries no more plans for the budget."""
-        for _ in range(_MAX_TRIAL_STEPS if self._has_budget else 0):
+        for _ in range(_MAX_TRIAL_STEPS):
             if not actckpt.report(self.model).race_steps_left:
                 break
             self.step()
@@ -334,7 +333,8 @@ def _train_all(
         torch.manual_seed(options.seed)  # dropout
         losses = [training.step()[0] for _ in range(options.steps)]
         digest = training.digest()
-        training.finish_trials()
+        if name.startswith("budget"):
+            training.finish_trials()
         results[name] = _Result(losses, digest, training.peak_bytes())
     progress.print(f"all: {options.steps} steps each, in turns, for their time")
     for _ in range(options.steps):

@@ -71,7 +71,7 @@ class _Warning:
             f"apply: block {self._block!r} is given {format_bytes(given[0])} of hidden states, and the plan was made "
             f"for {format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. "
             "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for "
-            "each size. Told once."
+            "each size. Shown once."
         )
 
 

@@ -24,13 +24,13 @@ _MAX_NAMES = 5
 _MAX_RECORDINGS = 8
 _NEVER_CALLED = (
     "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
-    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Told once."
+    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Shown once."
 )
 
 _UNPLANNED = (
     "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
     "whose length depends on the data. It is recomputed, and {}. Pass a smaller budget, or let all blocks run in the "
-    "first step. Told once."
+    "first step. Shown once."
 )
 _ADDED = "this step may need more than the budget: from the next one on the plan has it"
 _NOT_ADDED = "steps in which it runs may need more than the budget"
@@ -244,7 +244,7 @@ class AppliedBlocks:
                 f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
                 f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there. If the model never calls these modules "
                 "(at most methods or parts of them), pass blocks= to actckpt.apply, those that it calls; if it skips "
-                "blocks at random (layer dropout), all is well. Told once.",
+                "blocks at random (layer dropout), all is well. Shown once.",
             )
 
     def tell_unplanned(self, name: str) -> None:

@@ -42,7 +42,7 @@ class BlockCall:
         """Set the block apart for one run of its forward, or of another one in its place."""
         exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        alone = ranks.without_others() if self.is_local else FakeCollectives(exchanges)
+        alone = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
         with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
             yield Run(forward or self.forward, args, kwargs, leaves)
 

@@ -17,7 +17,7 @@ from actckpt._offload import stores
 from actckpt.action import Action
 from actckpt.planner.pins import checked_pins
 
-__all__ = ["BudgetConfig", "check_budget"]
+__all__ = ["BudgetConfig", "check_budget", "has_budget"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,11 @@ class BudgetConfig:
 def _bytes_on(device: torch.device, held: list[object]) -> int:
     storages = {id(storage): storage for storage in storages_of(held)}
     return sum(each.nbytes() for each in storages.values() if each.device.type == device.type)
+
+
+def has_budget(options: Mapping[str, Any]) -> bool:
+    """Whether keywords of `apply` have a budget."""
+    return options.get("budget") is not None or options.get("activation_budget") is not None
 
 
 def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:

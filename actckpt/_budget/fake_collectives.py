@@ -129,7 +129,7 @@ class FakeCollectives(ObservingMode):
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._exchanges, self._integers = exchanges, iter(exchanges.integers)
-        self._without_others = ranks.without_others()
+        self._without_others = ranks.on_this_rank_only()
 
     def __enter__(self) -> Any:
         self._without_others.__enter__()

@@ -43,7 +43,7 @@ def add_demo(commands: Any) -> None:
         nargs="*",
         default=["75%", "50%", "25%"],
         metavar="SIZE",
-        help="budgets to train with: shares of what plain training holds, or sizes",
+        help="activation budgets to train with: shares of plain training (50%%), or sizes (20MiB)",
     )
     option("--out", type=Path, default=Path("demo-out"), metavar="DIR", help="folder for demo.json and demo.png")
     option("--json", action="store_true", default=argparse.SUPPRESS, help="print demo.json instead of the table")

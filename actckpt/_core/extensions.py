@@ -126,7 +126,7 @@ def await_package(name: str, make: Callable[[], Extension]) -> None:
 
 
 def forget_package(name: str) -> None:
-    """Undo `await_package`, if the package is lazy_extensions still."""
+    """Undo `await_package`, if the package is not imported yet."""
     lazy_extensions.pop(name, None)
 
 

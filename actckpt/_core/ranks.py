@@ -6,32 +6,32 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-__all__ = ["COLLECTIVE_NAMESPACES", "has_others", "is_alone", "without_others"]
+__all__ = ["COLLECTIVE_NAMESPACES", "has_others", "is_local", "on_this_rank_only"]
 
 #: Namespaces whose operators talk to other processes.
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 
 
 class _Thread(threading.local):
-    num_alone = 0
+    num_local = 0
 
 
 _thread = _Thread()
 
 
 @contextmanager
-def without_others() -> Iterator[None]:
+def on_this_rank_only() -> Iterator[None]:
     """Say that what runs in this thread runs on this rank only."""
-    _thread.num_alone += 1
+    _thread.num_local += 1
     try:
         yield
     finally:
-        _thread.num_alone -= 1
+        _thread.num_local -= 1
 
 
-def is_alone() -> bool:
+def is_local() -> bool:
     """Whether other ranks do not run what runs now (NOTE [ Fake collectives ])."""
-    return _thread.num_alone > 0
+    return _thread.num_local > 0
 
 
 def has_others() -> bool:

@@ -59,7 +59,7 @@ def tell_of_writes(found: _C.HostStats) -> None:
 
 def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
     """Tell of failed writes, each kind once: a disk that is full, and one that is broken."""
-    kept = "what could not be written stays in memory; nothing is lost. Told once; actckpt.stats() counts."
+    kept = "what could not be written stays in memory; nothing is lost. Shown once; actckpt.stats() counts it."
     if num_full:
         _warn_once("disk full", "The spill file is full: %s %s", kept, error)
     if num_failed > num_full:
@@ -73,7 +73,7 @@ def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
         _warn_once(
             "full",
             "No store has room for %.1f MiB of a GPU tensor: it stays on the GPU. Pinned memory holds %.1f of at "
-            "most %.1f MiB. Raise configure(host_limit=...), or set spill_dir. Told once; "
+            "most %.1f MiB. Raise configure(host_limit=...), or set spill_dir. Shown once; "
             "actckpt.stats().kept_full counts.",
             nbytes / 2**20,
             pool.stored_bytes / 2**20,
@@ -96,5 +96,5 @@ def tell_of_disk() -> None:
     _warn_once(
         "disk",
         "Pinned host memory is full: GPU tensors go to the spill file, which is slower. Raise "
-        "configure(host_limit=...) to avoid it. Told once; actckpt.stats() counts.",
+        "configure(host_limit=...) to avoid it. Shown once; actckpt.stats() counts it.",
     )

@@ -34,8 +34,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actckpt import _C
-from actckpt._C import EVERYTHING_STAYS
-from actckpt._C import OffloadSession as Session
+from actckpt._C import EVERYTHING_STAYS, OffloadSession as Session
 from actckpt._core import messages, torch_private
 from actckpt._core.counters import counters
 from actckpt._core.functions import check_runs_when_called

@@ -70,7 +70,7 @@ class Table:
         return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
 
     def nearest(self, text: str) -> str:
-        """Return what is nearest to an entry, of what ran or was given: places or modules, as it is one."""
+        """Return the places or modules nearest to an entry, of those that ran."""
         known: Iterable[str] = self._seen
         if "::" not in text:
             known = dict.fromkeys(each.partition("::")[0].partition("@")[0] for each in self._seen)

@@ -19,8 +19,8 @@ Rule 3. Before a saved tensor is brought back, the collectives that lead to it, 
         region, in another thread, has ended.
 Rule 4. What is made from such a value is recomputed where the policy says so, also where that holds more bytes than
         to keep it: how many bytes is something that each rank knows for itself.
-Rule 5. An audit that fails on one rank would have that rank keep what others recompute. So it raises, and so do later
-        steps, until `configure(opaque=...)` names the operator.
+Rule 5. An audit that fails on one rank would have that rank keep what others recompute. So it raises, and so do all
+        later steps of the process. `configure(opaque=...)` lists the operator from the start.
 Rule 6. A block that a budget plans opens no region with such a policy: what the plan of one rank keeps after
         that region says which of them lead to something in backward. Profiling (NOTE [ Fake collectives ]) raises.
 """
@@ -55,7 +55,7 @@ def note(tape: Any, operator: Operator, result: Any) -> None:
     values = [value for value in map(tape.value_of, results) if value is not None and value.step is not None]
     if tape.site.opaque and (values or is_named(tape, operator)):
         raise _kept_here_error(tape.site.where)
-    if values and ranks.is_alone():
+    if values and ranks.is_local():
         raise _planned_error(operator)
     for value in values:
         value.is_repeated = value.needs_collective = tape.repeats = True

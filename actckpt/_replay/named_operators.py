@@ -77,7 +77,7 @@ class Matches:
             warn_user(
                 f"{who} ran none of the {'places' if self._table else 'operators'} that its policy names in its first "
                 "step, so they decide nothing: "
-                f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Told once.",
+                f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Shown once.",
             )
 
     def idle(self) -> tuple[str, ...]:

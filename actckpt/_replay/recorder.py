@@ -16,7 +16,7 @@ Rule 3.  Randomness. The states of the generators are captured before a random o
 Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
          no recorded operator has written as a whole (buffers of `torch.empty` that are filled piece by piece), what
          compiled code returns, storages that cannot be read (sparse, nested) and what is made from them or from
-         inference tensors, since nobody tells when they change; what is made below dispatch modes that may change it
+         inference tensors, which have no version counter; what is made below dispatch modes that may change it
          (NOTE [ Modes ]).
 Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back or have an effect that
          torch was told of, and operators that are nondeterministic (on CUDA; on the CPU, most with several threads) are
@@ -107,8 +107,8 @@ def record_special(
     step = Step(operator, arguments, keywords, inputs)
     written = _written_tensors(operator, args, kwargs)
     hidden = _hidden_tensors(operator, args, bool(written))
-    why_untold = tape.why_untold if tape.num_unversioned_args != num_unversioned_args else ""
-    why_opaque = _why_never(tape, operator, args, bool(hidden)) or why_untold or tape.why_opaque or ""
+    why_unversioned = tape.why_unversioned if tape.num_unversioned_args != num_unversioned_args else ""
+    why_opaque = _why_never(tape, operator, args, bool(hidden)) or why_unversioned or tape.why_opaque or ""
     if hidden and operator.has_form_without_effect:
         step.args = operator.without_effect(arguments)
         step.inputs = _values_in(step.args)

@@ -144,7 +144,7 @@ class Tape(TapeCore):
         """Look at a value through another tensor with a version counter of its own than the last time."""
         if tensor.is_inference():
             self.num_unversioned_args += 1
-            self.why_untold = _C.WHY_INFERENCE
+            self.why_unversioned = _C.WHY_INFERENCE
             return known.value
         if self.roots is None:
             self.roots = weakref.WeakKeyDictionary()

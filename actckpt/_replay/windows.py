@@ -21,7 +21,7 @@ from actckpt._replay.replay_graph import ReplayGraph
 
 __all__ = ["LEAST_GAIN", "SMALL_BYTES", "retained", "smallest_window"]
 
-#: So many bytes stay in any case.
+#: Bytes that stay cached even where the window is smaller.
 SMALL_BYTES = 4 << 20
 
 #: All stays where the window would not be so many times smaller: a block of a model is better executed once.
@@ -31,7 +31,7 @@ _PRECISION = 1.05
 
 
 def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[int] | None:
-    """Return the values to keep of those that `order` makes, in so many bytes; None: some step would run three times.
+    """Return the values to keep of those that `order` makes, within `room_bytes`; None: a step would run three times.
 
     Cost: O(steps * cuts).
     """

@@ -4,8 +4,7 @@ by name, since they cannot be pickled.
 
 import difflib
 import functools
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Set as AbstractSet
 from typing import Any, Protocol
 
 import torch

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from actckpt._budget.budget_config import has_budget
 from actckpt._core.optimizers import trains
 from actckpt.blocks import apply, remove
 from actckpt.planner.plans import Plan
@@ -41,7 +42,7 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
             more: dict[str, Any] = {} if policy is None else {"policy": policy}
             part = pl_module.get_submodule(module)
-            if any(options.get(name) is not None for name in ("budget", "activation_budget")):
+            if has_budget(options):
                 more["optimizer"] = [each for each in trainer.optimizers if trains(each, part)]
             apply(part, **{**more, **options})
             applied.append(part)

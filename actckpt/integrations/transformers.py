@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from actckpt._blocks.applied import applied_blocks
+from actckpt._budget.budget_config import has_budget
 from actckpt.blocks import apply, remove
 from actckpt.planner.plans import Plan
 from actckpt.policies import Policy
@@ -31,11 +32,7 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
 
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
             self.on_train_end(model=model)  # an attempt before this one was given up, with batches that were too large
-            more = (
-                {"optimizer": optimizer}
-                if any(options.get(name) is not None for name in ("budget", "activation_budget"))
-                else {}
-            )
+            more = {"optimizer": optimizer} if has_budget(options) else {}
             apply(model, **{**more, **given})
             self.is_applied = True
 

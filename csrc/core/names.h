@@ -88,7 +88,7 @@ namespace actckpt {
   X(unpack, "unpack") \
   X(watching, "watching") \
   X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
-  X(why_inference, "made from an inference tensor: nobody tells when it changes") \
+  X(why_inference, "made from an inference tensor, which has no version counter") \
   X(why_input, "an input of the region") /* what reports say of inputs */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \

@@ -25,8 +25,8 @@ struct CachedBytes {
   long long bytes = 0;
   std::vector<ValueObject*> values;  // with cached bytes; borrowed
   std::vector<long long> tasks;      // backwards under way, whose ends release them
-  ValueObject* over_budget_entry =
-      nullptr;  // of these values: brought back, and has no room beyond its saved tensors in a row
+  // The one of these values that was brought back beyond the limit; evicted when the next one is.
+  ValueObject* over_budget_entry = nullptr;
 };
 
 // The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
@@ -194,8 +194,8 @@ struct TapeObject {
   long long structure;
   long long num_values;
   long long num_packed;
-  long long num_unversioned_args;  // tensor arguments of which nobody tells when they change
-  PyObject* why_untold;            // of the last of them
+  long long num_unversioned_args;  // tensor arguments without a version counter
+  PyObject* why_unversioned;       // of the last of them
   PyObject* why_opaque;            // why nothing that operators make here may be replayed; None: it may
   long long began_at;              // number that autograd would have given to a node when it was opened
   char is_open;

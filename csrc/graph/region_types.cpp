@@ -60,7 +60,7 @@ void for_each_reference(TapeObject& tape, const Visit& visit) {
                            &tape.meter,
                            &tape.candidates,
                            &tape.calls,
-                           &tape.why_untold,
+                           &tape.why_unversioned,
                            &tape.why_opaque}) {
     visit(*field);
   }
@@ -183,7 +183,7 @@ PyMemberDef tape_members[] = {OBJECT(TapeObject, "storages", storages),
                               NUMBER(TapeObject, "num_packed", num_packed),
                               NUMBER(TapeObject, "window_bytes", window_bytes),
                               NUMBER(TapeObject, "num_unversioned_args", num_unversioned_args),
-                              OBJECT(TapeObject, "why_untold", why_untold),
+                              OBJECT(TapeObject, "why_unversioned", why_unversioned),
                               OBJECT(TapeObject, "why_opaque", why_opaque),
                               NUMBER(TapeObject, "began_at", began_at),
                               FLAG(TapeObject, "is_open", is_open),

@@ -19,7 +19,7 @@ namespace {
 struct UnmovedObject {
   PyObject_HEAD py::object tensor;
   py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
-  VersionCheck witness;
+  VersionCheck version_check;
   std::unique_ptr<SavedIdentity> original;
   bool is_held_itself;
 };
@@ -68,7 +68,7 @@ Object* create(PyTypeObject* type) {
 py::object unpack_unmoved(UnmovedObject* self) {
   PyObject* tensor = self->tensor.ptr();
   long long found = 0, expected = 0;
-  if (self->witness.is_changed(tensor, &found, &expected)) {
+  if (self->version_check.is_changed(tensor, &found, &expected)) {
     raise_changed(reads().shape(tensor).ptr(), reads().dtype(tensor).ptr(), found, expected);
   }
   if (self->is_held_itself) return self->tensor;
@@ -205,7 +205,7 @@ py::object new_unmoved(PyObject* tensor) {
   } else {
     self->original = SavedIdentity::of(tensor);
   }
-  self->witness = VersionCheck(tensor, version_of(tensor), self->tensor.ptr());
+  self->version_check = VersionCheck(tensor, version_of(tensor), self->tensor.ptr());
   return handle;
 }
 

@@ -11,10 +11,10 @@
 namespace actckpt::replay {
 namespace {
 
-// Notes an argument of which nobody tells when it changes.
-void note_untold(TapeObject* tape, PyObject* why) {
+// Notes an argument without a version counter.
+void note_unversioned(TapeObject* tape, PyObject* why) {
   tape->num_unversioned_args += 1;
-  assign(tape->why_untold, why);
+  assign(tape->why_unversioned, why);
 }
 
 py::object with_windows(TapeObject* tape, PyObject* argument, PyObject* inputs) {
@@ -22,12 +22,12 @@ py::object with_windows(TapeObject* tape, PyObject* argument, PyObject* inputs) 
     Geometry geometry(argument);
     py::object value = value_of(tape, argument, geometry);
     if (!value) {
-      note_untold(tape, names().why_unreadable);
+      note_unversioned(tape, names().why_unreadable);
       return py::reinterpret_borrow<py::object>(argument);
     }
     auto* read = as_value(value);
     read->num_reads += 1;
-    if (read->version < 0) note_untold(tape, names().why_inference);
+    if (read->version < 0) note_unversioned(tape, names().why_inference);
     if (PyList_Append(inputs, value.ptr()) != 0) throw py::error_already_set();
     return window_of(argument, value.ptr(), &geometry);
   }

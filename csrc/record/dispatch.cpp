@@ -36,7 +36,7 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   if (asks_calls) action = asked_after_call(choice.ptr(), overload.func.ptr(), args, kwargs, result.ptr());
   auto* raw = as_step(step);
   const py::object why =
-      py::reinterpret_borrow<py::object>(tape->num_unversioned_args != num_unversioned_args ? tape->why_untold
+      py::reinterpret_borrow<py::object>(tape->num_unversioned_args != num_unversioned_args ? tape->why_unversioned
                                          : is_none(tape->why_opaque)                        ? names().no_reason
                                                                                             : tape->why_opaque);
   long index = 0;

@@ -315,13 +315,13 @@ py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
   }
   Refilled& value = values->slots[index];
   py::object tensor = value.tensor;
-  const VersionCheck witness = value.witness;
+  const VersionCheck version_check = value.version_check;
   if (!values->keep) {
     value.tensor = py::object();
     value.state = Refilled::State::kTaken;
   }
   long long found = 0, expected = 0;
-  if (witness.is_changed(tensor.ptr(), &found, &expected)) {
+  if (version_check.is_changed(tensor.ptr(), &found, &expected)) {
     PyObject* error = PyObject_CallFunction(names().modified_error, "OnOLL", reinterpret_cast<PyObject*>(frame),
                                             static_cast<Py_ssize_t>(index), tensor.ptr(), found, expected);
     if (error == nullptr) throw py::error_already_set();

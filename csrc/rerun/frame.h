@@ -33,7 +33,7 @@ struct Refilled {
   enum class State { kMissing, kHeld, kTaken };
 
   py::object tensor;
-  VersionCheck witness;  // of the tensor when it was saved
+  VersionCheck version_check;  // of the tensor when it was saved
   State state = State::kMissing;
   bool needs_grad = false;
 };
@@ -110,13 +110,13 @@ extern PyTypeObject* slot_type;
 
 py::object new_frame(RecomputeContext recipe, bool check_metadata);
 
-// Ends the forward: from now on, external_tensors must not change.
+// Ends the forward: from now on, external tensors must not change.
 void complete_forward(FrameObject* frame);
 
-// Whether `tensor`, saved again at `index`, is an external_tensor that was changed in place meanwhile.
+// Whether `tensor`, saved again at `index`, is an external tensor that was changed in place meanwhile.
 bool is_changed_external_tensor(const Saved& saved, PyObject* tensor, long long version_at_start);
 
-// Versions of the external_tensors as a rerun finds them, by index; -1 where there is none.
+// Versions of the external tensors as a rerun finds them, by index; -1 where there is none.
 std::vector<long long> external_tensor_versions(const FrameObject* frame);
 
 // Pack hook of the forward, as a bound method.

@@ -110,7 +110,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     }
     Refilled& entry = refill->values->slots[index];
     entry.tensor = value;
-    entry.witness = VersionCheck(tensor, version, value.ptr());
+    entry.version_check = VersionCheck(tensor, version, value.ptr());
     entry.state = Refilled::State::kHeld;
     entry.needs_grad = needs_grad;
   }

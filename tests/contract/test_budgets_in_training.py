@@ -130,7 +130,7 @@ def test_a_model_that_is_never_called_itself_is_told_and_its_part_that_is_called
 
     wrapped, x = Wrapped(), torch.randint(16, (8, 32))
     actckpt.apply(wrapped, activation_budget="60%", on_infeasible="raise")
-    with pytest.warns(UserWarning, match=r"Wrapped itself was not called.*the part of Wrapped.*Told once") as told:
+    with pytest.warns(UserWarning, match=r"Wrapped itself was not called.*the part of Wrapped.*Shown once") as told:
         with torch.no_grad(), contextlib.suppress(NotImplementedError):
             wrapped(x)  # is no step
         for _ in range(2):

@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from offload_oracle import KINDS, assert_no_ticket_is_left, flush, store_of_kind
 from oracle import assert_equal, ours, plain, theirs
 from random_programs import Drawn, draws, many_draws, outcome

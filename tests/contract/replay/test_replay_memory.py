@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
 from transformer_block import Block
 
 import actckpt

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import CountOperators, assert_equal, leaf, mlp
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import actckpt
 from actckpt import Action

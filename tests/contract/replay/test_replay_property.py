@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from random_programs import many_draws
 from replay_operators import OPERATORS
 from replay_programs import POLICIES, difference

@@ -8,8 +8,7 @@ from typing import Any
 import brute_force
 import pytest
 from brute_force import Table
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from actckpt.planner import PlanInfeasibleError, simulate, solve
 

@@ -8,8 +8,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from actckpt import _C
 from actckpt._replay.replay_graph import ReplayGraph

@@ -28,8 +28,7 @@ from torch import nn
 import actckpt
 from actckpt import _C
 from actckpt._core import devices
-from actckpt._offload import device as device_store
-from actckpt._offload import stores
+from actckpt._offload import device as device_store, stores
 from actckpt._offload.device import DeviceStore
 from actckpt.errors import ActckptError
 

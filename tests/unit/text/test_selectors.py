@@ -5,8 +5,7 @@ from __future__ import annotations
 import fnmatch
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from actckpt._text.selectors import is_pattern, matches
 
