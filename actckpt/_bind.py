@@ -110,6 +110,7 @@ NAMES: dict[str, Any] = {
     "must_stay": extensions.must_stay,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
+    "is_unshared": torch_private.is_unshared,
     "tell_of_writes": notices.tell_of_writes,
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,

@@ -41,8 +41,6 @@ from actckpt._C import (
     TapeCore,
     Value,
     Window,
-    mark_needed,
-    new_leaf_bytes,
     release_replay_caches,
     window_of,
 )
@@ -57,8 +55,6 @@ __all__ = [
     "Window",
     "blank_of",
     "is_unread",
-    "mark_needed",
-    "new_leaf_bytes",
     "redirect",
     "window_of",
 ]

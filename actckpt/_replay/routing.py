@@ -64,7 +64,7 @@ def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
     value.action, value.held, value.spare, value.step = Action.KEEP, tensor, None, None
     value.why_opaque = WHY_ROUTING
     tape.holding.append(value)
-    tape.late_audits.pop(value, None)
+    tape.leave_out_audit(value)
     if value.entry is not None:
         value.entry.action, value.entry.why = Action.KEEP, WHY_ROUTING
 

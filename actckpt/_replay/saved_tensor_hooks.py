@@ -16,7 +16,7 @@ from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import FlattenedSubclass
 from actckpt._core.tensor_changes import version_of
 from actckpt._replay import aliases, audit, casts, wrappers
-from actckpt._replay.lineage import Handle, Value, mark_needed, new_leaf_bytes, window_of
+from actckpt._replay.lineage import Handle, Value, window_of
 from actckpt._replay.outer_hooks import Reads, pack_outer, pack_outer_token, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
@@ -188,7 +188,7 @@ def _close(tape: Tape) -> None:
     made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
     if tape.candidates:
-        _decide_candidates(tape)
+        _C.decide_candidates(tape)
     casts.replay_from_parameters(tape)
     if tape.opaque_bytes and is_much(tape.opaque_bytes, tape.recompute_bytes + tape.opaque_bytes):
         _warn_of_opaque(tape)
@@ -269,24 +269,3 @@ def _copy_written_state(tape: Tape, written: Iterable[Value]) -> None:
             continue
         if value.version in (-1, version_of(value.held)):  # else it changed behind the recorder's back: unpack raises
             tape.copy(value)
-
-
-def _decide_candidates(tape: Tape) -> None:
-    """Keep a dropped value where recomputing it would hold more bytes than keeping it, now that all is known."""
-    candidates, tape.candidates = tape.candidates, []
-    for value in candidates:
-        spare, value.spare = value.spare, None
-        if spare is None or not value.is_wanted():
-            continue
-        if value.is_available():
-            tape.audit_late(value)
-        elif new_leaf_bytes(value, value.nbytes) > value.nbytes:
-            value.held = spare
-            value.step = None
-            tape.holding.append(value)
-            if value.entry is not None:
-                value.entry.action, value.entry.why = Action.KEEP, "recomputing it would hold more bytes"
-        else:
-            mark_needed(value)
-            tape.audit_late(value)
-    tape.late_audits.clear()

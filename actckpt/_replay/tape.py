@@ -101,7 +101,7 @@ class Tape(TapeCore):
 
     @functools.cached_property
     def late_audits(self) -> dict[Value, list[Callable[[], None]]]:
-        """What leaves the checksums of values that may be kept when the region closes."""
+        """What leaves the checksums of candidates (csrc/record/candidates.h)."""
         return {}
 
     @functools.cached_property
@@ -264,9 +264,13 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a value that is dropped, although it might have been kept (see `saved.close`)."""
+        """Leave the checksums of a candidate that is dropped."""
         for begin in self.late_audits.pop(value, ()):
             begin()
+
+    def leave_out_audit(self, value: Value) -> None:
+        """Forget the checksums of a candidate that is kept."""
+        self.late_audits.pop(value, None)
 
     def ask_policy(self, value: Value, tensor: Tensor) -> Action:
         """Return what the policy says of a value that autograd saves for the first time, where no operator decided."""

@@ -26,6 +26,7 @@
 #include "offload/span.h"
 #include "offload/store.h"
 #include "record/arguments.h"
+#include "record/candidates.h"
 #include "record/closing.h"
 #include "record/decide.h"
 #include "record/dispatch.h"
@@ -94,6 +95,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::replay::add_dispatch_functions(module);
   actckpt::replay::add_window_functions(module);
   actckpt::replay::add_execute_functions(module);
+  actckpt::replay::add_candidate_functions(module);
   actckpt::replay::add_decide_functions(module);
   actckpt::replay::add_pack_functions(module);
   actckpt::replay::add_closing_functions(module);

@@ -17,6 +17,7 @@ namespace actckpt {
   X(args, "args") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
+  X(audit_late, "audit_late") \
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
@@ -55,6 +56,7 @@ namespace actckpt {
   X(is_recorded, "is_recorded") \
   X(is_view, "is_view") \
   X(keywords, "keywords") \
+  X(leave_out_audit, "leave_out_audit") \
   X(locals, "f_locals") \
   X(makes_one, "makes_one") \
   X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
@@ -91,7 +93,8 @@ namespace actckpt {
   X(why_inference, "made from an inference tensor, which has no version counter") \
   X(why_input, "an input of the region") /* what reports say of inputs */ \
   X(why_never, "why_never") \
-  X(why_read, "others are replayed from it") /* what reports say of what was not saved and is held */ \
+  X(why_larger, "recomputing it would hold more bytes") /* of candidates that are kept */ \
+  X(why_read, "others are replayed from it")            /* what reports say of what was not saved and is held */ \
   X(why_routing, "it says where data goes, or how much of it") /* NOTE [ Routing ] */ \
   X(why_unreadable, \
     "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
@@ -155,6 +158,7 @@ namespace actckpt {
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)     /* of a subclass that is made of others */ \
   X(is_tracing) \
+  X(is_unshared)    /* (tensor) -> whether nothing but this object refers to it and to its memory */ \
   X(tell_of_writes) /* (HostStats): some have failed */ \
   X(max_inflight) \
   X(changed_in_place_error) \

@@ -188,6 +188,9 @@ struct TapeObject {
   long long window_bytes;  // most of them in this backward; -1: no limit
   long long counted_task;  // see `count_needs`
   long long num_lost;
+  // Of `holding` and `candidates`, without parameters, when they were last examined (record/candidates.h).
+  long long held_bytes;
+  long long new_held_bytes;  // added since
   long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
   long long recompute_bytes;
   long long opaque_bytes;

@@ -4,6 +4,7 @@
 
 #include "core/python.h"
 #include "graph/lineage.h"
+#include "record/candidates.h"
 
 namespace actckpt::replay {
 namespace {
@@ -79,8 +80,7 @@ void decide(TapeObject* tape, ValueObject* value, PyObject* tensor) {
   if (entry) note_outcome(reinterpret_cast<EntryObject*>(entry.ptr()), value, outcome);
   if (outcome.action != names().recompute) return;
   if (value->needs_collective == 0 && new_leaf_bytes(value, value->nbytes) > value->nbytes) {
-    assign(value->spare, tensor);
-    append(tape->candidates, as_object(value));
+    add_candidate(tape, value, tensor);
   } else {
     mark_needed(value);
   }

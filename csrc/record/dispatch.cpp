@@ -7,6 +7,7 @@
 #include "core/python.h"
 #include "record/arguments.h"
 #include "record/callee.h"
+#include "record/candidates.h"
 #include "record/choice.h"
 #include "record/module_calls.h"
 #include "record/overload.h"
@@ -116,6 +117,7 @@ PyObject* dispatch(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       note_wrappers(current.ptr(), args, kwargs);
       Py_RETURN_NOTIMPLEMENTED;
     }
+    release_unused(tape);
     const Overload& overload = overload_of(func);
     if (!is_none(tape->calls) && !overload.is_view) {
       note_operator(tape->calls, overload.op.ptr(), static_cast<std::uint64_t>(tape->structure));

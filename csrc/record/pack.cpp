@@ -74,9 +74,6 @@ void add_pack_functions(py::module_& module) {
   static PyMethodDef methods[] = {{"pack_recorded", fast(pack), METH_FASTCALL, "pack_recorded(tape, tensor)"},
                                   {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  module.def("new_leaf_bytes",
-             [](const py::handle& value, long long at_most) { return new_leaf_bytes(as_value(value), at_most); });
-  module.def("mark_needed", [](const py::handle& value) { mark_needed(as_value(value)); });
 }
 
 }  // namespace actckpt::replay

@@ -73,6 +73,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
     assign(value->held, tensor);
     value->index = index;
     append(tape->holding, as_object(value));
+    tape->new_held_bytes += value->nbytes;
     if (!is_none(tape->meter)) note_alive(tape->meter, reads().untyped_storage(tensor).ptr());
     return;
   }

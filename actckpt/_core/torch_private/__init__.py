@@ -101,6 +101,7 @@ from actckpt._core.torch_private.tensors import (
     FREEING_METHODS,
     exchange_api,
     implementation_of,
+    is_unshared,
     keep_object,
     neg_view,
 )
@@ -156,6 +157,7 @@ __all__ = [
     "is_compiled_function",
     "is_function_mode_enabled",
     "is_tracing",
+    "is_unshared",
     "is_zero_tangent",
     "keep_object",
     "keeps_graph",

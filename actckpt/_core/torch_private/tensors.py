@@ -22,6 +22,18 @@ _address: Callable[[torch.Tensor], int] = lookup("torch.Tensor._cdata.__get__")
 _fix_weakref = lookup("torch.Tensor._fix_weakref")
 
 
+_storage_use_count: Callable[[int], int] | None = optional("torch._C._storage_Use_Count")
+_use_count: Callable[[torch.Tensor], int] | None = optional("torch.Tensor._use_count")
+
+
+def is_unshared(tensor: torch.Tensor) -> bool:
+    """Whether nothing but this object refers to a tensor and to its memory; False where torch does not tell."""
+    if _storage_use_count is None or _use_count is None or _use_count(tensor) != 1:
+        return False
+    storage = tensor.untyped_storage()
+    return _storage_use_count(storage._cdata) == 2  # the tensor's and that of the object here
+
+
 def implementation_of(tensor: torch.Tensor) -> int:
     """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one."""
     return _address(tensor)
