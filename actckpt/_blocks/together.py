@@ -24,7 +24,8 @@ _MAX_NAMES = 5
 _MAX_RECORDINGS = 8
 _NEVER_CALLED = (
     "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
-    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls. Shown once."
+    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls, or a module "
+    "of your own whose forward makes all calls of a step. Shown once."
 )
 
 _UNPLANNED = (

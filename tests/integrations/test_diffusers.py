@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from held import assert_holds_no_more_than_its_own
+from torch import Tensor, nn
 from training import assert_equal, train_on
 
 import actckpt
+from actckpt.memory import LiveStorages
 
 diffusers = pytest.importorskip("diffusers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated.*")
@@ -77,3 +79,41 @@ def test_twenty_steps_of_a_unet_are_those_of_plain_training(policy: str) -> None
         train_on(model, lambda model=model: model(*inputs).sample.square().mean()) for model in (ours, plain)
     )
     assert_equal(found, expected)
+
+
+class Reconstruction(nn.Module):
+    """The calls of a step that trains an autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae = diffusers.AutoencoderKL(
+            block_out_channels=(32, 64),
+            layers_per_block=2,
+            norm_num_groups=8,
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.vae.decode(self.vae.encode(images).latent_dist.mode()).sample
+
+
+def test_an_autoencoder_whose_parts_are_called_in_one_forward_fits_its_budget() -> None:
+    torch.manual_seed(0)
+    plain, images = Reconstruction(), torch.randn(2, 3, 64, 64)
+    ours = copy.deepcopy(plain)
+
+    def step(model: nn.Module) -> tuple[list[Tensor | None], int]:
+        model.zero_grad()
+        with LiveStorages(parameters=model.parameters()) as live:
+            (model(images) - images).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()], live.peak_bytes
+
+    expected, plain_peak = [step(plain) for _ in range(2)][-1]
+    actckpt.apply(ours, activation_budget="60%")
+    for _ in range(3):
+        found, peak = step(ours)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+    plan = actckpt.report(ours).plan
+    assert plan is not None and peak <= plan.budget_bytes < plain_peak
