@@ -25,6 +25,7 @@ from actckpt._commands.messages import (
     slow,
 )
 from actckpt._commands.plan import add_explain, add_plan
+from actckpt._commands.run import add_run
 from actckpt._version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ EXIT_BROKEN_PIPE = 141
 
 _FIRST_STEPS = """\
 first steps:
+  actckpt run --budget 24GiB train.py           train within that memory, without a change to the program
   actckpt demo                                  what each method saves and costs, on a small model
   actckpt compare script.py                     what policies save and cost in a step of your own
   actckpt plan script.py --budget 24GiB         the fastest plan for it within that memory
@@ -124,6 +126,7 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 
 _COMMANDS: tuple[Callable[[_Commands], None], ...] = (
+    add_run,
     add_demo,
     _add_doctor,
     add_compare,

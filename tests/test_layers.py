@@ -40,7 +40,7 @@ _ROOMS = [
     ["demo"],
     ["_commands"],
     ["cli"],
-    ["__main__"],
+    ["__main__", "run"],
 ]
 _RANKS = {room: rank for rank, rooms in enumerate(_ROOMS) for room in rooms}
 

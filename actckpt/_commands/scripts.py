@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from actckpt._commands.messages import as_options, none_fits, reason, unexpected, whole_number
 
-__all__ = ["FORM", "Script", "add_policies", "add_sizes", "in_one_line", "policies_of", "sizes_of"]
+__all__ = ["FORM", "Script", "add_policies", "add_sizes", "in_one_line", "policies_of", "policy_named", "sizes_of"]
 
 _EXAMPLE = """\
   import torch
@@ -214,10 +214,10 @@ def policies_of(args: argparse.Namespace) -> dict[str, Any] | None:
     known = default_policies(offloads=True)
     given = dict.fromkeys(args.policy)
     given.pop(PLAIN, None)  # which always has a row
-    return {name: known[name] if name in known else _policy(name) for name in given}
+    return {name: known[name] if name in known else policy_named(name) for name in given}
 
 
-def _policy(name: str) -> Any:
+def policy_named(name: str) -> Any:
     """Return a policy by its name, a list of operators to keep, or a plan from its file."""
     from actckpt.planner.plans import Plan
     from actckpt.policies import choice_of

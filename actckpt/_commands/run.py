@@ -1,0 +1,213 @@
+"""`actckpt run script.py`: a training program whose model is checkpointed, without a change to its code."""
+
+from __future__ import annotations
+
+import argparse
+import operator
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from actckpt._commands.messages import as_options, reason
+from actckpt._commands.running import budget_of
+from actckpt._commands.scripts import policy_named
+
+__all__ = ["add_run"]
+
+_EPILOG = """\
+The model is the outermost module that the program calls with gradients enabled and that has parameters to train. Of
+several, such as the networks of a GAN, it is the one with most parameters that is called before the first step of an
+optimizer. --model names another one. It gets actckpt.apply before its first such call. At the end, the report of the
+model goes to the standard error stream.
+
+  actckpt run --budget 70GiB train.py --lr 3e-4
+  torchrun --nproc-per-node 8 -m actckpt.run --policy matmuls train.py
+  accelerate launch -m actckpt.run --activation-budget 60% train.py
+"""
+
+
+def add_run(commands: Any) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "run",
+        help="run a training program with its model checkpointed; no line of it changes",
+        description="Run a training program with its model checkpointed. No line of the program changes.\n"
+        "Exit status: that of the program; 2 bad arguments.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    option = parser.add_argument
+    option("--budget", metavar="SIZE", help="most memory at any time: 70GiB, a share of the device (90%%), or auto")
+    option("--activation-budget", metavar="SIZE", help="most memory for the tensors that a step makes: 4GiB, or 60%%")
+    option("--policy", metavar="NAME", help="as in actckpt.apply: matmuls, offload, ... (default: recompute)")
+    option(
+        "--blocks", action="append", metavar="NAME", help="qualified name of blocks, also with wildcards; repeatable"
+    )
+    option("--model", metavar="NAME", help="the model in the program's main module: model, or trainer.model")
+    option("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
+    option("script", metavar="SCRIPT", help="the program")
+    option("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.set_defaults(run=_run, parser=parser)
+
+
+def _run(args: argparse.Namespace) -> int:
+    try:
+        options = _options_of(args)
+        if not args.is_module and not Path(args.script).is_file():
+            raise ValueError(f"{args.script} is no file. Pass a Python program, or -m and the name of a module.")
+    except (ValueError, OSError) as error:
+        args.parser.error(as_options(reason(error)))
+    applying = _Applying(options, args.model)
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [args.script, *args.args]
+    try:
+        with applying:
+            if args.is_module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(args.script).resolve().parent))
+                runpy.run_path(args.script, run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        _say(applying.report())
+    return 0
+
+
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of `apply`.
+
+    Raises:
+        ValueError: they cannot be given together, or a value has no meaning.
+    """
+    import torch
+
+    from actckpt._budget.budget_config import check_budget
+    from actckpt._core.devices import usable
+
+    options: dict[str, Any] = budget_of(args)
+    if options and args.policy is not None:
+        raise ValueError("A budget and --policy are both given. Pass one of them: the budget decides the policy.")
+    if options:
+        check_budget(options, torch.nn.Linear(1, 1).to(usable("auto")), "run")
+    elif args.policy is not None:
+        options["policy"] = policy_named(args.policy)
+    return options if args.blocks is None else {**options, "blocks": args.blocks}
+
+
+class _Applying:
+    """Calls `apply` for the model of a program at its first call with gradients.
+
+    Until an optimizer has made a step, calls of modules pass through here: only the outermost ones, since
+    `Module.__call__` is torch's again while one runs.
+
+    Args:
+        options: of `apply`.
+        name: of the model in the program's main module; None: the outermost module.
+    """
+
+    def __init__(self, options: dict[str, Any], name: str | None) -> None:
+        self._options, self._name = options, name
+        self._model: Any = None
+        self._num_parameters = 0
+        self._refused: dict[int, Exception] = {}
+
+    def __enter__(self) -> None:
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        self._module_type, self._call = torch.nn.Module, torch.nn.Module.__call__
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._end_if_applied())
+        self._watch()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end_if_applied(self) -> None:
+        if self._model is not None:
+            self._end()
+
+    def _end(self) -> None:
+        self._hook.remove()
+        self._is_watching = False
+        self._module_type.__call__ = self._call  # type: ignore[method-assign]
+
+    def _watch(self) -> None:
+        """Look at the next call of a module."""
+        call = self._call
+
+        def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._module_type.__call__ = call  # type: ignore[method-assign]
+            try:
+                self._look_at(module)
+                return call(module, *args, **kwargs)
+            finally:
+                if self._is_watching:
+                    self._module_type.__call__ = look_and_call  # type: ignore[method-assign]
+
+        self._is_watching = True
+        self._module_type.__call__ = look_and_call  # type: ignore[method-assign]
+
+    def _look_at(self, module: Any) -> None:
+        import torch
+
+        import actckpt
+
+        num_parameters = _num_trained(module) if torch.is_grad_enabled() else 0
+        if num_parameters == 0:
+            return
+        if self._name is not None:
+            module = self._named_model()
+        elif num_parameters <= self._num_parameters:
+            return
+        if module is None or module is self._model or id(module) in self._refused:
+            return
+        if self._model is not None:
+            actckpt.remove(self._model)
+        try:
+            names = actckpt.apply(module, **self._options)
+        except actckpt.errors.BlocksError as error:
+            self._refused[id(module)] = error
+            if self._model is not None:
+                actckpt.apply(self._model, **self._options)
+            return
+        self._model, self._num_parameters = module, num_parameters
+        _say(f"{len(names)} blocks of {type(module).__name__} are checkpointed")
+
+    def _named_model(self) -> Any:
+        """Return the model with the given name; None where the program has not defined it yet."""
+        assert self._name is not None
+        try:
+            found = operator.attrgetter(self._name)(sys.modules["__main__"])
+        except AttributeError:
+            return None
+        if not isinstance(found, self._module_type):
+            raise ValueError(f"--model {self._name} is a {type(found).__name__}, not a module.")
+        return found
+
+    def report(self) -> str:
+        """Say what the blocks did, or why no model was checkpointed."""
+        import actckpt
+
+        if self._model is not None:
+            return f"report of {type(self._model).__name__}\n{actckpt.report(self._model)}"
+        if self._refused:
+            return f"nothing was checkpointed. {list(self._refused.values())[-1]} Here: --blocks NAME."
+        if self._name is not None:
+            return f"nothing was checkpointed: the main module has no {self._name} while gradients are computed."
+        return "nothing was checkpointed: no module with parameters to train was called with gradients enabled."
+
+
+def _num_trained(module: Any) -> int:
+    """Return the number of elements of parameters that are trained."""
+    from torch.nn.parameter import is_lazy
+
+    return sum(each.numel() for each in module.parameters() if each.requires_grad and not is_lazy(each))
+
+
+def _say(text: str) -> None:
+    """Print a line, on the first of several ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"actckpt run: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,198 @@
+"""`actckpt run`: programs train as without it, with their model checkpointed."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from actckpt import cli
+
+_NETWORKS = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+
+def block(width):
+    return nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+
+
+def train(model, optimizer, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+"""
+#: Programs, the model that `run` checkpoints in each, and how many blocks it has.
+_PROGRAMS = {
+    "function": (
+        "Sequential",
+        4,
+        """
+        def main():
+            model = nn.Sequential(*(block(16) for _ in range(4)))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+            for _ in range(4):
+                print(train(model, optimizer, torch.randn(32, 16)))
+
+        if __name__ == "__main__":
+            main()
+        """,
+    ),
+    "evaluation first": (
+        "Sequential",
+        3,
+        """
+        model = nn.Sequential(*(block(16) for _ in range(3)))
+        other = nn.Sequential(*(block(16) for _ in range(9)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+        with torch.no_grad():
+            print(other(torch.ones(2, 16)).sum().item())
+        for _ in range(2):
+            print(train(model, optimizer, torch.randn(32, 16)))
+        """,
+    ),
+    "adversaries": (
+        "Generator",
+        5,
+        """
+        class Generator(nn.Sequential):
+            pass
+
+        generator, critic = Generator(*(block(32) for _ in range(5))), nn.Sequential(*(block(32) for _ in range(3)))
+        optimizers = [torch.optim.SGD(net.parameters(), lr=float(sys.argv[1])) for net in (critic, generator)]
+        for _ in range(3):
+            made = generator(torch.randn(8, 32))
+            for sign, optimizer, x in ((1, optimizers[0], made.detach()), (-1, optimizers[1], made)):
+                loss = sign * critic(x).mean() - critic(torch.ones(8, 32)).mean()
+                loss.backward()
+                optimizer.step()
+                print(loss.item())
+                critic.zero_grad()
+            generator.zero_grad()
+        """,
+    ),
+    "critic first": (
+        "Generator",
+        5,
+        """
+        class Generator(nn.Sequential):
+            pass
+
+        generator, critic = Generator(*(block(32) for _ in range(5))), nn.Sequential(*(block(32) for _ in range(3)))
+        optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=float(sys.argv[1]))
+        for _ in range(3):
+            real = critic(torch.ones(8, 32)).mean()
+            loss = critic(generator(torch.randn(8, 32))).mean() - real
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item())
+        """,
+    ),
+}
+_OPTIONS = ([], ["--policy", "matmuls"], ["--activation-budget", "70%"])
+
+
+def _written(folder: Path, text: str) -> Path:
+    path = folder / "program.py"
+    path.write_text(_NETWORKS + textwrap.dedent(text))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:apply. ", "ignore:A region")
+@pytest.mark.parametrize("options", _OPTIONS, ids=lambda options: " ".join(options))
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_a_program_prints_what_it_prints_alone(
+    name: str,
+    options: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, num_blocks, text = _PROGRAMS[name]
+    path = _written(tmp_path, text)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), "0.01"])
+        runpy.run_path(str(path), run_name="__main__")
+    plain = capsys.readouterr().out
+    assert cli.main(["run", *options, str(path), "0.01"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == plain and printed.out
+    assert f"actckpt run: {num_blocks} blocks of {model} are checkpointed" in printed.err
+    report = printed.err.partition(f"actckpt run: report of {model}\n")[2]
+    assert report.startswith(f"{num_blocks} of {num_blocks} blocks ran")
+
+
+def test_the_named_model_is_checkpointed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _written(tmp_path, _PROGRAMS["adversaries"][2])
+    assert cli.main(["run", "--model", "critic", str(path), "0.01"]) == 0
+    assert "actckpt run: 3 blocks of Sequential are checkpointed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "said"),
+    [
+        ([], "print(block(4)(torch.ones(1, 4)).requires_grad)", "found no repeated blocks"),
+        ([], "with torch.no_grad(): block(4)(torch.ones(1, 4))", "no module with parameters to train was called"),
+        (["--model", "nets.main"], "block(4)(torch.ones(1, 4))", "the main module has no nets.main"),
+    ],
+)
+def test_a_program_whose_model_has_no_blocks_says_so(
+    options: list[str], text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *options, str(_written(tmp_path, text))]) == 0
+    error = capsys.readouterr().err
+    assert "actckpt run: nothing was checkpointed" in error and said in error
+
+
+def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    before = torch.nn.Module.__call__
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", str(_written(tmp_path, "block(4)(torch.ones(1, 4)); 1 / 0"))])
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["run", str(_written(tmp_path, "sys.exit(7)"))])
+    assert exit_info.value.code == 7
+    assert torch.nn.Module.__call__ is before
+    assert "nothing was checkpointed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--budget 3GiB --policy matmuls {}", "A budget and --policy are both given"),
+        ("--budget 3GiB --activation-budget 60% {}", "--budget and --activation-budget are both given"),
+        ("--activation-budget lots {}", "lots"),
+        ("--policy matmul {}", "matmul"),
+        ("no/such.py", "no/such.py is no file"),
+    ],
+)
+def test_a_mistake_gets_one_line_before_the_program_runs(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _written(tmp_path, "print('ran')")
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["run", *words.format(path).split()])
+    printed = capsys.readouterr()
+    assert exit_info.value.code == 2 and printed.out == ""
+    assert said in printed.err and printed.err.count("\n") == 1
+
+
+def test_a_launcher_runs_the_module(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(_NETWORKS + textwrap.dedent(_PROGRAMS["function"][2]))
+    words = ["-m", "actckpt.run", "--policy", "matmuls", "-m", "package.train", "0.01"]
+    found = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert len(found.stdout.split()) == 4 and "4 of 4 blocks ran (policy='matmuls')" in found.stderr
