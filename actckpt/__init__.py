@@ -61,6 +61,7 @@ from actckpt.config import Settings, configure
 from actckpt.estimation import Estimate, Target, estimate
 from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
+from actckpt.memory_profile import MemoryProfile, profile
 from actckpt.planner.plans import Plan
 from actckpt.regions import region
 from actckpt.statistics import Stats, reset_stats, stats
@@ -70,6 +71,7 @@ __all__ = [
     "Action",
     "Comparison",
     "Estimate",
+    "MemoryProfile",
     "ModelReport",
     "Place",
     "Plan",
@@ -93,6 +95,7 @@ __all__ = [
     "plan",
     "planner",
     "policies",
+    "profile",
     "region",
     "remove",
     "report",

@@ -25,6 +25,7 @@ from actckpt._commands.messages import (
     slow,
 )
 from actckpt._commands.plan import add_explain, add_plan
+from actckpt._commands.profile import add_profile
 from actckpt._commands.run import add_run
 from actckpt._version import __version__
 
@@ -41,6 +42,7 @@ _FIRST_STEPS = """\
 first steps:
   actckpt run --budget 24GiB train.py           train within that memory, without a change to the program
   actckpt demo                                  what each method saves and costs, on a small model
+  actckpt profile script.py                     which modules and operators hold memory at the peak of a step
   actckpt compare script.py                     what policies save and cost in a step of your own
   actckpt plan script.py --budget 24GiB         the fastest plan for it within that memory
   actckpt estimate script.py --find batch       the largest batch that fits on a device that is not here
@@ -129,6 +131,7 @@ _COMMANDS: tuple[Callable[[_Commands], None], ...] = (
     add_run,
     add_demo,
     _add_doctor,
+    add_profile,
     add_compare,
     add_plan,
     add_explain,

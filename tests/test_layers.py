@@ -34,7 +34,7 @@ _ROOMS = [
     ["_cycles"],
     ["blocks"],
     ["te", "_estimate", "integrations"],
-    ["budgets", "doctor", "memory_labels", "tracing"],
+    ["budgets", "doctor", "memory_labels", "memory_profile", "tracing"],
     ["comparison"],
     ["estimation"],
     ["demo"],

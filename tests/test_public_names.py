@@ -50,6 +50,7 @@ CALLS = {  # in this order
     "checkpoint": lambda f: f(layer, x).sum().backward(),
     "checkpoint_sequential": lambda f: f(model, 2, x).sum().backward(),
     "compare": lambda f: f(step, model=model, policies={}, rounds=1),
+    "profile": lambda f: f(step, model=model),
     "plan": lambda f: f(step, model=model, activation_budget="100%", race=False),
     "estimate": lambda f: f(step, model=model, policies={}),
     "offload": lambda f: f(min_bytes=1)(layer)(x).sum().backward(),

@@ -10,7 +10,7 @@ from typing import Any
 from actckpt._commands.scripts import Script, add_sizes, sizes_of
 from actckpt._text.sizes import number_in
 
-__all__ = ["FORM_HERE", "Training", "add_running", "budget_of"]
+__all__ = ["FORM_HERE", "Training", "add_device", "add_running", "budget_of"]
 
 #: For the help of a command.
 FORM_HERE = """\
@@ -22,14 +22,20 @@ model's parameters. An optimizer that the script defines has its state, as after
 def add_running(parser: argparse.ArgumentParser) -> None:
     """Add what says how a step runs, and its budget for activations."""
     add_sizes(parser)
-    option = parser.add_argument
-    option(
+    add_device(parser)
+    parser.add_argument(
+        "--activation-budget", metavar="SIZE", help="most memory for the tensors that a step makes: 4GiB, or 60%%"
+    )
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add where a step runs."""
+    parser.add_argument(
         "--device",
         metavar="NAME",
         help="where the model trains: cpu, or a GPU: cuda, cuda:N (default: where model() put it, if that is no CPU; "
         "else the GPU where there is one)",
     )
-    option("--activation-budget", metavar="SIZE", help="most memory for the tensors that a step makes: 4GiB, or 60%%")
 
 
 def budget_of(args: argparse.Namespace) -> dict[str, float | str]:

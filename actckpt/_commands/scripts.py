@@ -38,12 +38,13 @@ backward; it may define optimizer(model). For example:
 {_EXAMPLE}"""
 
 
-def add_sizes(parser: argparse.ArgumentParser) -> None:
+def add_sizes(parser: argparse.ArgumentParser, *, blocks: bool = True) -> None:
     """Add what a step is called with, and the blocks of its model."""
     option = parser.add_argument
     option("--batch", type=whole_number, metavar="N", help="passed to step")
     option("--seq", type=whole_number, metavar="N", help="passed to step")
-    option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
+    if blocks:
+        option("--blocks", nargs="+", metavar="NAME", help="qualified names of blocks, also with wildcards")
 
 
 def add_policies(parser: argparse.ArgumentParser, default: str) -> None:
