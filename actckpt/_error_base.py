@@ -1,10 +1,20 @@
-"""The errors that need no torch, for the planner, which does not import it. All of them are in `actckpt.errors`."""
+"""What needs no torch of `actckpt.errors`: the planner does not import torch."""
 
-__all__ = ["ActckptError", "CostTableError", "PlanInfeasibleError", "TorchVersionError"]
+__all__ = ["ActckptError", "ActckptWarning", "CostTableError", "PlanInfeasibleError", "TorchVersionError"]
 
 
 class ActckptError(Exception):
     """Base of every error that actckpt raises on its own account."""
+
+
+class ActckptWarning(UserWarning):
+    """Category of every warning of actckpt, but for deprecations.
+
+    Example::
+
+        >>> import warnings, actckpt
+        >>> warnings.filterwarnings("ignore", category=actckpt.errors.ActckptWarning)
+    """
 
 
 class CostTableError(ActckptError, ValueError):

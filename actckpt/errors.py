@@ -23,6 +23,8 @@
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
 torch's function keep working. Every message says what and where, both numbers, and the next step.
+
+Warnings are of the category `ActckptWarning`, a UserWarning.
 """
 
 from torch.utils.checkpoint import CheckpointError
@@ -38,10 +40,17 @@ from actckpt._C import (
     SpillReadError,
     SpillWriteError,
 )
-from actckpt._error_base import ActckptError, CostTableError, PlanInfeasibleError, TorchVersionError
+from actckpt._error_base import (
+    ActckptError,
+    ActckptWarning,
+    CostTableError,
+    PlanInfeasibleError,
+    TorchVersionError,
+)
 
 __all__ = [
     "ActckptError",
+    "ActckptWarning",
     "AuditError",
     "BlocksError",
     "CheckpointError",

@@ -12,6 +12,8 @@ from typing import TypeAlias
 
 import torch
 
+from actckpt._error_base import ActckptWarning
+
 __all__ = ["is_code_running", "module_name", "modules_on_stack", "qualified_name", "user_line", "warn_user"]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
@@ -38,7 +40,7 @@ def warn_user(message: str) -> None:
         if _is_users(frame):
             level = number
             break
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, ActckptWarning, stacklevel=level)
 
 
 def _is_users(frame: FrameType) -> bool:

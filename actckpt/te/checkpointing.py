@@ -12,6 +12,7 @@ from torch.utils.checkpoint import noop_context_fn
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._interface import GetTracker, disable_dynamo, is_capturing
 from actckpt._options import CheckpointOptions, ContextFn
+from actckpt.errors import ActckptWarning
 from actckpt.te import registration
 from actckpt.te.split import SplitInput
 
@@ -106,5 +107,6 @@ def _warn_of_reentrant() -> None:
     warnings.warn(
         "te.checkpoint: use_reentrant=True is ignored; actckpt has the non-reentrant variant only, which does all that "
         "the reentrant one does. Leave the keyword out to silence this.",
+        ActckptWarning,
         stacklevel=4,
     )

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from actckpt._core.extensions import Extension
 from actckpt._interface import is_code_running, modules_on_stack
+from actckpt.errors import ActckptWarning
 from actckpt.te.internals import PACKAGE, Internals, is_te_module
 
 __all__ = ["SavedByModules", "Staying"]
@@ -66,6 +67,7 @@ class Staying:
             "actckpt's offloading runs inside TransformerEngine's get_cpu_offload_context: actckpt moves nothing "
             "there, so that no tensor has two offloaders. Use one of the two, or silence this with "
             "warnings.filterwarnings('ignore', message='.*has two offloaders').",
+            ActckptWarning,
             stacklevel=2,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pickle
@@ -9,6 +10,7 @@ import pkgutil
 import re
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import actckpt
 from actckpt import errors
@@ -26,8 +28,16 @@ def _exceptions() -> Iterator[type[BaseException]]:
     for name in ["actckpt", *(name for name in names if not name.endswith("__main__"))]:
         for value in vars(importlib.import_module(name)).values():
             is_exception = inspect.isclass(value) and issubclass(value, BaseException)
-            if is_exception and value.__module__.split(".")[0] == "actckpt":
+            if is_exception and value.__module__.split(".")[0] == "actckpt" and not issubclass(value, Warning):
                 yield value
+
+
+def test_every_warning_has_the_category() -> None:
+    for path in sorted(Path(actckpt.__path__[0]).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                categories = [ast.unparse(argument) for argument in node.args[1:2]]
+                assert categories in (["ActckptWarning"], ["DeprecationWarning"]), f"{path}:{node.lineno}"
 
 
 def test_every_exception_of_the_package_is_in_the_tree() -> None:
