@@ -9,6 +9,7 @@ TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
 # The newest torch of the registry, installed once: remove the folder to take a newer one.
 NEWEST ?= .venv-newest
+DOCS ?= .venv-docs
 NEWEST_SAMPLE := tests/contract/test_torch_versions.py tests/contract/test_identity.py tests/contract/test_flat.py
 NEWEST_SAMPLE += tests/contract/test_interrupted.py tests/contract/rerun/test_backward.py tests/unit/core
 # Processes that `make test` runs tests in; each test uses one thread.
@@ -23,7 +24,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo build test cpu device distributed soak coverage integrations newest lint types bench sanitize te clean
+.PHONY: demo build test cpu device distributed soak coverage integrations newest lint types docs bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -83,6 +84,10 @@ types: $(STAMP)
 		--allowlist .ci/stub_allowlist --ignore-unused-allowlist
 	$(BIN)/python -m pytest -rA tests/typing $(ARGS)
 
+# The documentation as a site, build/site/index.html; a link that leads nowhere is an error.
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
+
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)
 
@@ -121,5 +126,11 @@ $(NEWEST)/.installed:
 	$(NEWEST)/bin/python -m pip install torch pytest pytest-xdist hypothesis numpy scipy rich matplotlib pybind11 setuptools
 	touch $@
 
+$(DOCS)/.installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install $$($(PYTHON) -c \
+		"import re; print(*re.findall('\"(mkdocs[^\"]*)\"', open('pyproject.toml').read()))")
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) $(NEWEST) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) $(NEWEST) $(DOCS) build actckpt/*.so *.egg-info
