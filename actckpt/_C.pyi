@@ -389,7 +389,7 @@ class TapeCore:
 
 @final
 class Paused:
-    """Every recorder stands aside in this thread, and no graph is built (Rule 9 of NOTE [ Replay ])."""
+    """Pauses every recorder of this thread; no graph is built (NOTE [ Replay ], Rule 7)."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...

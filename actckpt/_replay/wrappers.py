@@ -1,8 +1,8 @@
-"""Tensor subclasses that a region saw: they count what is done to them, and the tensors that they are made of do not.
+"""Tensor subclasses that a region saw: they have version counters that their inner tensors do not share.
 
-Operators are recorded on the inner tensors (Rule 4 of NOTE [ Replay ]). An operator in place on a DTensor moves the
-version of the DTensor alone. So the subclasses that operators got are noted, and once the region is closed, bytes that
-they are made of are watched through them (Rule 7).
+Operators are recorded on the inner tensors (NOTE [ Replay ], Rule 4). An in-place operator on a DTensor increments only
+the version of the DTensor. So the subclass instances that operators got are recorded. Once the region is closed, the
+bytes behind their inner tensors are watched through them (Rule 6).
 """
 
 import weakref
@@ -23,7 +23,7 @@ __all__ = ["note", "witnesses"]
 
 
 def note(tape: Tape, arguments: Any) -> None:
-    """Note the subclasses among the arguments of an operator."""
+    """Record the subclass instances among the arguments of an operator."""
     if isinstance(arguments, Tensor):
         if hasattr(type(arguments), "__tensor_flatten__"):
             _note_wrapper(tape, arguments)
@@ -58,7 +58,7 @@ def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
 
 
 def witnesses(tape: Tape) -> dict[Value, list[VersionCheck]]:
-    """Return, for values whose bytes subclasses are made of as the region closes, what tells of changes."""
+    """Return subclass version checks for values that back live subclass instances when the region closes."""
     found: dict[Value, list[VersionCheck]] = {}
     for seen in (tape.wrappers or {}).values():
         root = seen.root()

@@ -12,7 +12,7 @@
 namespace actckpt::replay {
 namespace {
 
-// Lets collectives of a tape run for its lifetime.
+// Allows collectives of a tape to run for its lifetime.
 class Turn {
  public:
   explicit Turn(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
@@ -24,8 +24,8 @@ class Turn {
   TapeObject* tape_;
 };
 
-// Collectives that lead to `value` and whose results are not there, in the order of the forward. What is cached does
-// not count: it may be released. Within a backward each value is looked at once.
+// Collectives that `value` depends on and whose results are missing, in forward order. Cached results of other
+// operators count as missing, since they may be released. Each value is visited once per backward.
 std::vector<py::object> missing_collectives(ValueObject* value, long long task) {
   std::vector<std::pair<long long, py::object>> found;
   std::unordered_set<const ValueObject*> seen;
