@@ -11,18 +11,18 @@ from actckpt._core.sites import warn_user
 
 __all__ = ["Optimizers", "optimizers_of", "trained_by", "trains"]
 
-#: One, several (of matrices and of the rest, say), or none.
+#: One optimizer, several (for example one for matrices and one for the rest), or none.
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 def optimizers_of(given: Optimizers, model: torch.nn.Module, what: str) -> tuple[torch.optim.Optimizer, ...]:
-    """Return optimizers as a tuple, those inside of wrappers (accelerate's) in the place of these.
+    """Return optimizers as a tuple, unwrapped from wrappers such as accelerate's.
 
-    Warns where none of them trains a parameter of the model: they may train copies of them.
+    Warns if none of them trains a parameter of the model: they may train copies.
 
     Args:
         given: one, several in a sequence, or None.
-        what: the function they were given to, for messages.
+        what: the function they were passed to, for messages.
     Raises:
         TypeError: one is no optimizer.
     """
@@ -52,11 +52,11 @@ def _unwrapped(given: Any, what: str) -> torch.optim.Optimizer:
 
 
 def trains(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> bool:
-    """Whether an optimizer trains any parameter of a model. Those that train copies of the parameters do not."""
+    """Whether an optimizer trains any parameter of a model, not copies of them."""
     trained = trained_by((optimizer,))
     return any(id(parameter) in trained for parameter in model.parameters())
 
 
 def trained_by(optimizers: Sequence[Any]) -> set[int]:
-    """Return the identities of the parameters that optimizers train."""
+    """Return the ids of the parameters that optimizers train."""
     return {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}

@@ -33,7 +33,7 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
     found.base = bytes_of(tape, value, handle->window, handle->clock, nullptr);
     return found;
   }
-  // Also if nothing is replayed: outer hooks may rerun, which swaps states. Taken before the tape's lock: Rule 5 of
+  // Also if nothing is replayed: outer hooks may rerun, which swaps states. Taken before the tape's lock: Rule 3 of
   // NOTE [ Random state ].
   std::optional<Swap> swap;
   if (tape->swap >= 0) swap.emplace(tape->swap);
