@@ -2,7 +2,7 @@
 
 Models of Transformers make a cache in every forward (`use_cache` is True by default) and hand it to each block, which
 appends its keys and values. What is in it lives until backward, which training does not read, and in a forward that
-nobody differentiates it leads to the regions that wrote it (NOTE [ Found by the forward ], Rule 3). The library's own
+nobody differentiates it leads to the regions that wrote it (NOTE [ Object state ], Rule 3). The library's own
 checkpointing takes it away from its layers in training, and checkpoints nothing in evaluation. So does `apply`, for
 the same layers, where a cache is given. A cache that holds something stays: reruns find it as their forward did.
 """

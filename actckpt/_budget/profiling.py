@@ -8,7 +8,7 @@ Rule 2. The first block of each structure (operators, shapes, dtypes, what gradi
         backward a few times more, on its own: on detached inputs, aliases of its parameters and copies of its buffers,
         so that no gradient, no hook of a parameter and no other block is touched. Backward goes to those inputs and
         parameters alone: what else the block leads to is somebody's graph. Containers and objects are as the forward
-        found them (NOTE [ Found by the forward ]). Afterwards random state, attributes of modules, and the containers
+        found them (NOTE [ Object state ]). Afterwards random state, attributes of modules, and the containers
         and objects that these and the arguments lead to are what they were. Other tensors that the recorded call wrote
         to in place get their bytes back. Other ranks exchange nothing with these runs (NOTE [ Fake collectives ]), and
         `actckpt.stats` does not count them. At other sizes, up to four times larger or smaller, the block does not run
