@@ -1,4 +1,4 @@
-"""What the stores of this process have counted, also those that new settings replaced."""
+"""Counters of all stores of this process, including those replaced by new settings."""
 
 import itertools
 import threading
@@ -14,12 +14,12 @@ Engine = _C.HostEngine | _C.DeviceEngine
 
 _lock = threading.RLock()  # the garbage collector may end a store at any time, also while this thread sums up
 _keys = itertools.count()
-#: Engines, and what those counted that are gone.
+#: Engines, or the final counters of engines that are gone.
 _counts: "dict[int, Engine | dict[str, float]]" = {}
 
 
 def note(store: object, engine: Engine) -> None:
-    """Count what `engine` does from now on; `store` is its only user."""
+    """Include the counters of `engine` from now on; `store` is its only user."""
     with _lock:
         key = next(_keys)
         _counts[key] = engine
@@ -35,7 +35,7 @@ def _retire(key: int) -> None:
 
 
 def sums() -> "Counter[str]":
-    """Return sums by the names of `actckpt.Stats`."""
+    """Return sums by the field names of `actckpt.Stats`."""
     with _lock:
         total: Counter[str] = Counter()
         for found in list(_counts.values()):
@@ -50,7 +50,7 @@ def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
         "stall_seconds": stats.stall_seconds,
         "failed_writes": stats.num_failed_writes,
     }
-    if isinstance(stats, _C.HostStats):  # what is not written stays: the put itself always succeeds
+    if isinstance(stats, _C.HostStats):  # a failed write keeps the bytes: the put itself always succeeds
         kept = {
             "kept_full": stats.num_full_writes,
             "kept_failed": stats.num_failed_writes - stats.num_full_writes,
