@@ -1,4 +1,4 @@
-"""Why blocks did not run in the step that was given to `plan`."""
+"""Why blocks did not run in the step passed to `plan`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not_run(
 ) -> str:
     """Run a step once more and return why blocks did not run in it with gradients.
 
-    The text is empty where all did, and where the step raises now.
+    The text is empty if all did, and if the step raises now.
     """
     calls, trained = Counter[torch.nn.Module](), Counter[torch.nn.Module]()
 
@@ -35,7 +35,7 @@ def why_not_run(
         state.put_back()
         try:
             step()
-        except Exception:  # a step that may run but once: it is about what happened in the first run
+        except Exception:  # the step may run only once: report the first run
             return ""
     idle = [name for name, block in blocks.items() if not trained[block]]
     if not idle:

@@ -1,4 +1,4 @@
-"""What a block draws from that a rerun of it would go on with."""
+"""Random numbers that a block draws from generators that its rerun would not restore."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Sees what draws from Python's and NumPy's global generators from now on, and from those given to operators."""
+    """Detects draws from Python's and NumPy's global generators, and from generators passed to operators."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), numpy.random.get_state()
 
     def unrestored(self, block: torch.nn.Module, generators: Iterable[torch.Generator]) -> str | None:
-        """Return in words what a block drew from since then, and no rerun restores; None: nothing.
+        """Return a description of the generators that a block drew from and no rerun restores; None if there are none.
 
         Args:
-            generators: that operators of the block were given.
+            generators: those passed to operators of the block.
         """
         restored = set(map(type, known_trackers(())))
         found = []
@@ -41,7 +41,7 @@ class Draws:
 
 
 def _is_among(known: Sequence[torch.Generator], generator: torch.Generator) -> bool:
-    """Return whether a generator is one of these: operators are given other objects that stand for it."""
+    """Return whether a generator is one of these: operators get other Python objects for the same one."""
     others = [each for each in known if each.device == generator.device]
     seeds = {each.initial_seed() for each in others}
     state, seed = generator.get_state(), next(number for number in itertools.count() if number not in seeds)

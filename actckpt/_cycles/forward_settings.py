@@ -1,4 +1,4 @@
-"""The plan of a cycle as settings of blocks, one part for each forward of the model."""
+"""A cycle's plan as settings of blocks, one part per forward of the model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def settings_per_forward(
     """Return how blocks run in each forward of a cycle.
 
     Args:
-        calls: the block calls that the plan is for.
-        unknown: numbers of calls of which the plan knows nothing. They recompute everything.
+        calls: the block calls of the plan.
+        unknown: numbers of calls that the plan does not cover; these recompute everything.
     """
     assert plan.blocks is not None and plan.places is not None
     found: list[Mapping[str, Settings]] = []
@@ -46,7 +46,7 @@ def settings_per_forward(
 
 
 def _with_call(settings: dict[str, Settings], name: str, number: int, one: OneCall) -> dict[str, Settings]:
-    """Return settings with others for one call of a block."""
+    """Return `settings` with other settings for one call of a block."""
     before = settings[name]
     found = (*before[:number], one, *before[number + 1 :]) if isinstance(before, tuple) else one
     return {**settings, name: found}
