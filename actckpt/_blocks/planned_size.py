@@ -1,4 +1,4 @@
-"""Whether a model that runs a plan is given more than the plan was made for."""
+"""Whether a model gets larger inputs than its plan was made for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ __all__ = ["PlannedSize", "given_bytes", "warns_of_larger"]
 
 
 def given_bytes(arguments: Any) -> tuple[float, ...]:
-    """Return the bytes of each tensor among arguments, of parts of others and of expanded ones as they are."""
+    """Return the bytes of each tensor among arguments, including inner tensors; expanded ones count what they store."""
     return tuple(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
 
 
 class PlannedSize:
-    """What the block that runs first in a forward is given under a plan. One object for all blocks of a model.
+    """Compares the inputs of the block that runs first in a forward with its plan. One object for all blocks of a
+    model.
 
     Args:
-        nbytes: what each block may be given, tensor by tensor; others tell nothing.
-        count: returns the bytes of the tensors that a block is given.
-        exceeded: is told of a block that is given more, by its name, with the training whose block it is.
-        is_for_one: it looks at one forward; else at all up to the first that is larger.
+        nbytes: the maximum per tensor for each block; blocks without an entry are not checked.
+        count: returns the bytes of a block's argument tensors.
+        exceeded: called with the name of a block that gets more, and with its training.
+        is_for_one: checks one forward only; otherwise every forward up to the first larger one.
     """
 
     def __init__(
@@ -42,11 +43,11 @@ class PlannedSize:
         self._is_over = False
 
     def close(self) -> None:
-        """Look at nothing more."""
+        """Stop checking."""
         self._is_over = True
 
     def check(self, name: str, training: Any, arguments: Any) -> None:
-        """Compare it with what a block is given now."""
+        """Compare a block's arguments with the plan."""
         if self._is_over or name not in self._nbytes:
             return
         given = self._count(arguments)
@@ -61,7 +62,7 @@ def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
 
 
 class _Warning:
-    """Says that a plan, which knows one size, runs a larger one, and no other is planned."""
+    """Warns that a plan for one size runs a larger one without being replanned."""
 
     def __init__(self, block: str, nbytes: float, plan: Plan) -> None:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
@@ -76,9 +77,9 @@ class _Warning:
 
 
 def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
-    """Return the block of a plan that shows its size, and what warns where it is given more.
+    """Return the block of a plan that shows its size, and the check that warns if it gets more.
 
-    It is the first one that held its hidden states in each call: what is given to a model, the program holds.
+    It is the first one that held its hidden states in each call: the program itself holds the inputs of the model.
     """
     assert plan.blocks is not None
     held: dict[str, list[float]] = {}
