@@ -1,4 +1,4 @@
-"""Several names in few words, rows of numbers together."""
+"""Short texts for several names: numbered ones are combined."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ _NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>0|[1-9]\d*)(?P<tail>\D*)", re.D
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as text; those that follow each other in a number are one, and what they begin with stands once.
+    """Return names as text; consecutive numbers become a range, and a common prefix is written once.
 
     Example::
 
@@ -38,7 +38,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
-    """Return the names of blocks in the order of their calls, those of further calls of one with their number.
+    """Return the names of blocks in the order of their calls; repeated calls get their number.
 
     Example::
 
@@ -56,7 +56,7 @@ def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
 
 
 def without_call(name: str) -> str:
-    """Return the name of what is called, without the number of the call that `calls_named` gives.
+    """Return a name without the call number that `calls_named` adds.
 
     Example::
 
