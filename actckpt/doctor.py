@@ -1,4 +1,4 @@
-"""`actckpt doctor`: what runs here and why, limits, and measured bandwidths."""
+"""`actckpt doctor`: versions and backends with reasons, limits, and measured bandwidths."""
 
 import os
 import platform
@@ -64,7 +64,7 @@ def _device(measure: bool) -> Iterator[Finding]:
 
 
 def _describe(accelerator: Accelerator, device: torch.device) -> str:
-    """Return memory of a device, and what its vendor's library tells of it."""
+    """Return a device's memory, and facts from its vendor's library."""
     facts, known = accelerator.facts_of(device), []
     if (memory := accelerator.memory_info(device)) is not None:
         known.append(f"{_size(memory[0])} free of {_size(memory[1])}")

@@ -1,4 +1,4 @@
-"""`actckpt estimate script.py`: what a step would hold and take on a device, and the largest size that fits."""
+"""`actckpt estimate script.py`: memory and time of a step on a device, and the largest size that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_estimate"]
 
 _RESERVE = 0.05
 _SEQUENCE_TOLERANCE = 0.005
-#: Torch's, of models that copy their layers (`TransformerEncoder`): it asks each copied tensor for its address.
+#: A torch warning for models that copy their layers (`TransformerEncoder`): each copy reads the tensor's address.
 _COPIES = "Accessing the data pointer of FakeTensor is deprecated"
 
 _EPILOG = f"""\
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise where an option would be ignored, or is no size."""
+    """Raise if an option would be ignored, or is no size."""
     if args.find is not None and (size := getattr(args, args.find)) is not None:
         raise ValueError(f"--{args.find} {size} beside --find {args.find}, which looks for it. Leave one of them out.")
     if args.budget is not None and args.find is None:

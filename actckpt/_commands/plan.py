@@ -1,4 +1,4 @@
-"""`actckpt plan` and `actckpt explain`: make a plan for a memory budget, and say what one does."""
+"""`actckpt plan` and `actckpt explain`: make a plan for a memory budget, and show one."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _of_costs(args: argparse.Namespace) -> Any:
 
 
 def _show(args: argparse.Namespace, plan: Any) -> int:
-    """Print a plan, and draw it where that is asked for."""
+    """Print a plan, and plot it if requested."""
     with slow(args.parser.prog, "explaining it, with plans for other budgets") as say:
         print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
         if args.plot is not None:

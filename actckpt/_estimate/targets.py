@@ -27,6 +27,7 @@ class Target:
 
     Raises:
         ValueError: a rate is not a finite number above 0.
+
     Example::
 
         >>> import actckpt, dataclasses
