@@ -38,8 +38,7 @@ _HELD = 0.02
 #: Static bytes count as changed beyond this share (if lower: in 16 cycles in a row); a budget of free memory, read
 #: every 16 cycles, beyond the second share.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
-#: After this many cycles without a block that ran with gradients, only one in `_CYCLES_PER_LOOK` is metered; and the
-#: maximum number of measured cycles.
+#: Cycles without any gradients before only one in `_CYCLES_PER_LOOK` is metered; maximum number of measured cycles.
 _FIRST_EMPTY, _MOST_MEASURED = 16, 16
 #: Maximum number of metered cycles before the plan is kept although none resembled the measured one, which means: at
 #: least this share of its input bytes.

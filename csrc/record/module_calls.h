@@ -12,7 +12,6 @@
 //
 // The frames of running calls, or of those that ran last, are held while frames are inspected. Calls are distinguished
 // by their frames, and a freed frame's address may be reused by the next one.
-// frames, and a frame that nobody holds may get the address of the next one.
 #pragma once
 
 #include <cstdint>

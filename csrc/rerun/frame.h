@@ -9,7 +9,6 @@
 // Thread rule: GIL held everywhere. Ownership: autograd owns Slots, a Slot owns its Frame, a Frame owns what its reruns
 // need, and never a Slot. So when autograd releases the last saved tensor of a region, everything that the region held
 // is freed at once.
-// last saved tensor of a region, everything the region held is freed at once.
 #pragma once
 
 #include <pybind11/pybind11.h>

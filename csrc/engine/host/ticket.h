@@ -11,7 +11,6 @@
 // behind. Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket, or an
 // abandoned load, whose copy is running is the graveyard: source, destination and stored bytes stay until that copy has
 // ended.
-// bytes stay until that copy has ended.
 // Thread rule: every field but the const ones is guarded by the engine's mutex, except that the
 // thread which runs a copy reads `stored` and `dst` without it. Ownership: shared by handle and
 // jobs.
