@@ -93,8 +93,8 @@ def apply(
             stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of nested matches
             the outermost are used; a name without wildcards is always used. None: the repeated blocks. These are
             modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes), neither
-            stages of many blocks nor small parts of blocks. They are chosen for the lowest peak; see NOTE [ Blocks of a
-            model ] in actckpt/_blocks/finding.py.
+            stages of many blocks nor small parts of blocks. They are chosen for the lowest peak; see
+            actckpt/_blocks/finding.py.
         budget: instead of a policy, the maximum of all memory at any moment of a step, as in `actckpt.plan`. The first
             step
             recomputes every block and is measured. From the second step on, the fastest plan that is predicted to fit

@@ -51,7 +51,7 @@ class Settings:
     opaque: tuple[str, ...] = ()
     #: Types of the program's dispatch modes that change no results: values below them are replayed as usual.
     observers: tuple[type, ...] = ()
-    #: A function that orders the operators of a replay. None: NOTE [ Order ] in actckpt/_replay/schedule.py.
+    #: A function that orders the operators of a replay. None: the one in actckpt/_replay/schedule.py.
     replay_order: Any = None
     #: Whether backward work that runs out of memory runs once more.
     rescue: bool = True

@@ -33,7 +33,7 @@ def check_model(model: Any, what: str) -> None:
 
 
 def chosen_blocks(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
-    """Return the selected modules of a model by their qualified names; default: NOTE [ Blocks of a model ].
+    """Return the selected modules of a model by their qualified names; default: see `finding`.
 
     Raises:
         BlocksError: a name is none of the model's, or an element is no selector.

@@ -1,7 +1,5 @@
 """Which modules of a model are its blocks, if the user does not say.
 
-NOTE [ Blocks of a model ]
-
 Nothing runs, and names are not used (with one exception), so the structure decides.
 
 - A *layer* is a module without submodules, except Identity and a Dropout that drops nothing. It stands for one saved
@@ -60,7 +58,7 @@ class _Part:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by their qualified names, see NOTE [ Blocks of a model ]; may be empty."""
+    """Return the blocks of a model by their qualified names; may be empty."""
     return _repeated(model, _is_block) or _repeated(model, _is_own_block)
 
 

@@ -130,7 +130,7 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
 
 
 def _once(found: Sequence[Found]) -> list[Found]:
-    """Return one entry per storage (NOTE [ Recorded steps ])."""
+    """Return one entry per storage: as held if any block holds it."""
     chosen: dict[Any, Found] = {}
     for number, (block, entry) in enumerate(found):
         key = number if entry.storage is None else entry.storage

@@ -1,7 +1,5 @@
 """What the blocks of an applied model saved in one step, recorded for `actckpt.report(model)`.
 
-NOTE [ Recorded steps ]
-
 The first step is recorded, and the one after each report; the steps in between have no overhead. A step starts with the
 first forward of a block after a backward reached one of them. Forwards whose graph was dropped without a backward do
 not count.

@@ -1,7 +1,5 @@
 """Measured bandwidth of offloading, for cost tables.
 
-NOTE [ Measuring links ]
-
 Plans offload if there is a store for the model's tensors. Devices with an engine backend offload to pinned memory. A
 CPU offloads to disk, and only if `configure(spill_dir=...)` names a folder or a pin says so.
 

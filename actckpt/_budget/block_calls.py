@@ -26,7 +26,7 @@ _BLOCK = RegionOptions(is_block=True)
 
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """A recorded block call that can run again in isolation (NOTE [ Profiling a block ])."""
+    """A recorded block call that can run again in isolation (see `profiling`)."""
 
     name: str
     block: torch.nn.Module

@@ -1,4 +1,4 @@
-"""Isolation of a block from its model: it may run again without side effects (NOTE [ Profiling a block ])."""
+"""Isolation of a block from its model: it may run again without side effects (see `profiling`)."""
 
 from __future__ import annotations
 

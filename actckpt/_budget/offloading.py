@@ -1,7 +1,5 @@
 """Plans that may offload: solved with and without the links, with the windows that their peaks need.
 
-NOTE [ Plans that offload ]
-
 A simulated block waits for copies out when its forward ends. A real block needs the memory earlier. When its forward
 starts, no more may be in flight than the link moves while it runs, so that many bytes are added to its need. A plan
 that offloads nothing does not need them. So both are solved, and the faster plan counts.

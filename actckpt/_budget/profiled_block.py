@@ -14,7 +14,7 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 
 __all__ = ["OTHER", "Cast", "ProfiledBlock"]
 
-#: Name of the value for all other bytes that a block holds (NOTE [ Profiling a block ]).
+#: Name of the value for all other bytes that a block holds (see `profiling`).
 OTHER = "(other)"
 
 

@@ -1,9 +1,7 @@
 """The costs of one block: its values, bytes and seconds, measured at a call of the block in a real step.
 
-NOTE [ Profiling a block ]
-
-The call itself is recorded (NOTE [ Structure of a block ]) under a policy that recomputes all it can. So a step in
-which all blocks are profiled needs little more memory than one in which all are checkpointed.
+The call itself is recorded (`structure`) under a policy that recomputes all it can. So a step in which all blocks are
+profiled needs little more memory than one in which all are checkpointed.
 
 Then the first block of each structure (operators, shapes, dtypes, gradient flow) runs forward and backward a few more
 times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
@@ -16,9 +14,9 @@ the recorded call; its seconds and peaks are scaled (`other_sizes`).
 
 Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
 recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
-operators' times. Reruns are timed as in NOTE [ Timing a rerun ]. Modes that watch the step are removed (NOTE [ Modes
-]), and so are fake collectives if the block does not communicate: a mode takes longer than small operators. On a
-device, a region that offloads some small values, for which host memory has room, is timed too.
+operators' times. Reruns are timed as in `timing`. Modes that watch the step are removed (NOTE [ Modes ]), and so are
+fake collectives if the block does not communicate: a mode takes longer than small operators. On a device, a region that
+offloads some small values, for which host memory has room, is timed too.
 
 Memory. What the block holds for backward beyond the known values (results of opaque kernels) is one value that always
 stays. Replays make operands that backward does not read, while gradients and kept values exist. That is more at once

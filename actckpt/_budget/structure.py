@@ -1,31 +1,28 @@
 """The values that blocks make, the operators behind them, and the recompute time of each.
 
-NOTE [ Structure of a block ]
-
 A forward of each block runs in a region. So the recorder names values by the places that a plan's tables use later, and
 says which values it could replay. Around it runs a mode that times each operator and records which storages it reads
 and
 makes: a graph of places.
 
-Rule 1. A value is a storage that an operator of the block made. An in-place operator on it adds to its recompute time.
-If another value was made from it before the write, it counts as not replayable.
-Rule 2. A dropped value that is alive is held by the recorder, or elsewhere (an attribute, a context of an
-`autograd.Function`). The recorder holds what replays start from (results of opaque operators) and what routes data
-(NOTE [ Routing ]). Such a value is not replayable, nor are values made from it that backward does not need. A run
-without recording shows what is held elsewhere. Dropping that frees nothing, and a rerun does not either. So its bytes
-are added to those of the block's input, which always stay, and keeping the value costs nothing more. (This covers
-values that backward
-needs: the recorder does not know others as held, and keeping them would cost their bytes.) Casts of parameters in
-autocast's cache are alive until the program leaves autocast, whatever is kept. They have no bytes; the meter counts
-them.
-Rule 3. Storages from outside the block cost nothing to read. Parameters and buffers exist anyway. The block's input,
-and tensors that several blocks share (masks, angles), are held by whoever made them or by the region. The input is the
-first tensor that gradients flow through; the others stay, and count once, where they were made.
+- A value is a storage that an operator of the block made. An in-place operator on it adds to its recompute time. If
+  another value was made from it before the write, it counts as not replayable.
+- A dropped value that is alive is held by the recorder, or elsewhere (an attribute, a context of an
+  `autograd.Function`). The recorder holds what replays start from (results of opaque operators) and what routes data
+  (`routing`). Such a value is not replayable, nor are values made from it that backward does not need. A run without
+  recording shows what is held elsewhere. Dropping that frees nothing, and a rerun does not either. So its bytes are
+  added to those of the block's input, which always stay, and keeping the value costs nothing more. (This covers values
+  that backward needs: the recorder does not know others as held, and keeping them would cost their bytes.) Casts of
+  parameters in autocast's cache are alive until the program leaves autocast, whatever is kept. They have no bytes; the
+  meter counts them.
+- Storages from outside the block cost nothing to read. Parameters and buffers exist anyway. The block's input, and
+  tensors that several blocks share (masks, angles), are held by whoever made them or by the region. The input is the
+  first tensor that gradients flow through; the others stay, and count once, where they were made.
 
-A sufficiently large value may be offloaded if there is a store (NOTE [ Measuring links ]), unless only replays read it.
-An input may be offloaded only if another block made it and no other block gets it; otherwise that frees nothing
-(`settled_block`). If a plain forward on a copy of the input leaves nothing that holds the input, backward needs the
-input only to recompute others; the values made from it are marked.
+A sufficiently large value may be offloaded if there is a store (`bandwidth`), unless only replays read it. An input may
+be offloaded only if another block made it and no other block gets it; otherwise that frees nothing (`settled_block`).
+If a plain forward on a copy of the input leaves nothing that holds the input, backward needs the input only to
+recompute others; the values made from it are marked.
 """
 
 from __future__ import annotations
@@ -79,7 +76,7 @@ class _Made:
     reads_input: bool = False
     #: Another value was made from it.
     is_read: bool = False
-    #: It was dropped, and is alive (Rule 2).
+    #: It was dropped, and is alive.
     is_alive: bool = False
     #: Something other than the recorder holds it.
     is_held: bool = False
@@ -374,7 +371,7 @@ class _Graph(ObservingMode):
     def _note_written(
         self, place: Place, args: tuple[Any, ...], seconds: float, read: list[_Made], reads_input: bool
     ) -> None:
-        """Record an in-place operator: its first argument is what it writes to (Rule 1)."""
+        """Record an in-place operator: its first argument is what it writes to."""
         written = next(
             (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
         )

@@ -1,7 +1,5 @@
 """The times of an isolated block: plain forward and backward, recorded and replayed, and rerun.
 
-NOTE [ Timing a rerun ]
-
 A rerun is timed from its start to its end. It ends before the forward would, once it has all values that it must
 restore.
 

@@ -1,7 +1,5 @@
 """Backward work that ran out of memory runs once more.
 
-NOTE [ Rescue ]
-
 A rerun, a replay and a reload run once more if an allocation failed (csrc/core/rescue.h). Before that, the first
 attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the allocator returns its cached
 memory, which also helps against fragmentation. If the second attempt fails too, its error is raised, with the first one

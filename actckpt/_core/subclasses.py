@@ -1,7 +1,5 @@
 """Tensor subclasses: their inner tensors are packed one by one, and the subclass is rebuilt from them.
 
-NOTE [ Subclasses ]
-
 `__tensor_flatten__` names the parts of a subclass. Not all parts are tensors (a DTensor names its mesh); others are
 held as they are. Parts may be subclasses themselves. The version counters of the parts do not count changes of the
 outer tensor, so its own version is checked too, while it is alive. If a collective still writes a part, packing waits

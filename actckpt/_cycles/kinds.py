@@ -1,4 +1,4 @@
-"""One kind of cycle: its measurements, its plan, and its next stage (NOTE [ The loop ] in `loop`)."""
+"""One kind of cycle: its measurements, its plan, and its next stage (see `loop`)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The kinds of a model's cycles, and the kind as which a cycle runs.
 
-NOTE [ Kinds that share a plan ]
-
 The first kinds have their own plans. A later cycle whose shapes exceed those of a planned kind in no dimension runs
 that kind's plan; of several such kinds, the one with the fewest elements. A cycle that exceeds each of them somewhere
 gets its own plan, up to a limit. So does one that needs more than its shapes show: larger tensors inside, more
@@ -65,7 +63,7 @@ class Found(NamedTuple):
 
 
 class KnownKinds:
-    """Finds the kind of a cycle (NOTE [ Kinds that share a plan ]).
+    """Finds the kind of a cycle.
 
     Args:
         make: returns a new kind.

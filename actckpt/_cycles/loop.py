@@ -1,7 +1,5 @@
 """The loop behind `apply(budget=...)`: measure a cycle, solve, run, correct, try candidates, settle.
 
-NOTE [ The loop ]
-
 1. A cycle starts at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
    (evaluation, generation) are not part of a cycle.
@@ -74,7 +72,7 @@ def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]
 
 
 class BudgetLoop:
-    """The blocks of a model under a budget (NOTE [ The loop ])."""
+    """The blocks of a model under a budget."""
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
         self._model, self._forwards, self._config = model, forwards, config

@@ -1,6 +1,6 @@
 """Offloading of fake tensors: nothing is copied; bytes are released when they would have been written.
 
-This simulates `apply(model, policy="offload")` for device tensors, by the clock of NOTE [ Roofline ].
+This simulates `apply(model, policy="offload")` for device tensors, by the clock of `roofline`.
 
 - Saved tensors of a block, except parameters, buffers and small ones, are written out and read back in backward. Copies
   are serialized on a link; the opposite direction has the same speed.

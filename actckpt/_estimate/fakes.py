@@ -1,7 +1,5 @@
 """Run a training step on fake tensors, with a model that may have real ones.
 
-NOTE [ Fakes ]
-
 Operators run under torch's FakeTensorMode: they compute shapes, and nothing is allocated. Fakes are CPU tensors, since
 a CPU build of torch aborts if CUDA fakes need gradients. So devices that the program names are replaced by the CPU, and
 their autocast by the CPU's. Kernels that the target has and the CPU lacks are replaced too
@@ -214,7 +212,7 @@ def _held_by(attributes: dict[str, Any]) -> Callable[[], None]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Sees every torch function that the program calls (NOTE [ Fakes ])."""
+    """Sees every torch function that the program calls."""
 
     def __init__(self, fakes: Fakes, stand_ins: dict[Any, Any]) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """Known numbers of integer tensors in a fake step: positions, masks, and values computed from them.
 
-NOTE [ Numbers ]
-
 Programs read integers to choose what runs: whether a mask masks anything, whether positions belong to one text. Fake
 tensors have no numbers. So such programs fail, or detect tracing and take another path, which may hold more.
 
@@ -57,7 +55,7 @@ class _Made:
 
 
 class Numbers(ObservingMode):
-    """Records how integers are made inside of the `with` block, and computes their numbers: NOTE [ Numbers ]."""
+    """Records how integers are made inside of the `with` block, and computes their numbers."""
 
     supports_higher_order_operators = True
 

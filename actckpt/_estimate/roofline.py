@@ -1,7 +1,5 @@
 """The time that a device would need for the operators of a step.
 
-NOTE [ Roofline ]
-
 A kernel takes the longer of two times: its floating-point operations at the target's rate for the dtype, and the bytes
 that it reads and writes at the target's memory bandwidth. It reaches the share of both peaks that large kernels reached
 on an H200 (`_REACHED`); the rates of a CPU are used as they are. Launch costs are not included: small kernels take

@@ -7,9 +7,9 @@ offloading. When nothing is left in a session, the session before it follows. An
 read: the spans may be gone before the backward ends.
 
 Prefetched bytes that were not unpacked yet stay within a window, one for the process. What a backward prefetched
-without using it is released when the backward ends or fails (csrc/core/task_end.h), or under memory pressure (NOTE
-[ Pressure ]). Then it is read when it is needed. Tensors that backward does not need (originals of audits) are never
-prefetched.
+without using it is released when the backward ends or fails (csrc/core/task_end.h), or under memory pressure
+(NOTE [ Pressure ]). Then it is read when it is needed. Tensors that backward does not need (originals of audits) are
+never prefetched.
 
 Under the windows of a plan (NOTE [ Windows of a plan ]), the tensors that the current block itself offloaded have their
 own room, and nothing else is prefetched into it. That also holds after they were unpacked: they exist while operators

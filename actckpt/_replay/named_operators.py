@@ -1,7 +1,5 @@
 """Which operators named by a policy ran: without this, a policy that matches nothing would do nothing, silently.
 
-NOTE [ Operators that a policy names ]
-
 torch decomposes many operators before a recorder sees them: `aten.linear` runs as `aten.addmm`. So the first step of a
 call site (or of all blocks of one `apply`) is watched. Watching ends at the site's first opening after the graph of its
 first region is gone. Then the plain recorder is used again.

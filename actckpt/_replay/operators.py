@@ -124,7 +124,7 @@ _NONDETERMINISTIC_ON_CPU = {
 }
 
 
-#: Argument names: integer tensors passed for them route data (NOTE [ Routing ]).
+#: Argument names: integer tensors passed for them route data (`routing`).
 _INDICES = frozenset({"index", "indices", "lengths", "offs", "offsets", "target", "targets"})
 #: The same for masks.
 _SELECTED_BY_MASK = frozenset({"masked_select", "masked_scatter", "masked_scatter_"})

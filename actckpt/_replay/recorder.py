@@ -75,7 +75,7 @@ class Recorder(ObservingMode):
 
 
 class WatchingRecorder(Recorder):
-    """A recorder that notes which operators of a policy run. See NOTE [ Operators that a policy names ]."""
+    """A recorder that notes which operators of a policy run; see `named_operators`."""
 
     def __init__(self, matches: Matches) -> None:
         super().__init__()

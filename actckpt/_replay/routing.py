@@ -1,17 +1,15 @@
 """Values that route data, or determine how much of it there is, are kept.
 
-NOTE [ Routing ]
-
 Replay reproduces the forward's bits if everything that the operator reads has the same bits. If one bit differs (atomic
 additions, another kernel choice), a result usually differs by as little. But if a token goes to another expert, the
 result belongs to another function, and shapes may not fit.
 
-Rule 1. A routing tensor is never replayed; its bytes are held while something needs them. Routing tensors are integers
-or booleans that are indices of `gather`, `scatter`, `index`, `index_put` and the like, the groups of a grouped product,
-the classes of a loss, or that determine the size of a result (`nonzero`, `masked_select`, `item`). Live integers and
-masks that they were made from are held too, back to the first floating-point tensors.
-Rule 2. Masks that select values (`where`, `masked_fill`) and pooling indices do not route.
-Rule 3. If a policy entry names the value's place or operator and says recompute, it is replayed.
+- A routing tensor is never replayed; its bytes are held while something needs them. Routing tensors are integers or
+  booleans that are indices of `gather`, `scatter`, `index`, `index_put` and the like, the groups of a grouped product,
+  the classes of a loss, or that determine the size of a result (`nonzero`, `masked_select`, `item`). Live integers and
+  masks that they were made from are held too, back to the first floating-point tensors.
+- Masks that select values (`where`, `masked_fill`) and pooling indices do not route.
+- If a policy entry names the value's place or operator and says recompute, it is replayed.
 """
 
 from typing import Any
@@ -42,7 +40,7 @@ def hold_indices(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: 
 
 
 def _hold(tape: Tape, tensor: Tensor) -> None:
-    """Hold the value of a tensor, and the live integers and masks that it was made from (Rule 1)."""
+    """Hold the value of a tensor, and the live integers and masks that it was made from."""
     pending = [tensor]
     while pending:
         tensor = pending.pop()
@@ -74,7 +72,7 @@ def _root(tape: Tape, value: Value) -> Tensor | None:
 
 
 def _is_named(tape: Tape, value: Value) -> bool:
-    """Whether a policy entry says that this value is recomputed (Rule 3)."""
+    """Whether a policy entry says that this value is recomputed."""
     choice = value.choice
     if choice is None or value.operator is None:
         return False

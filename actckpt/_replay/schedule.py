@@ -1,7 +1,5 @@
 """The order in which steps are replayed, and which results stay: pure functions of a small graph.
 
-NOTE [ Order ]
-
 Only the steps that the target depends on run. Between independent subtrees, the one with the larger excess of peak over
 result goes first (Sethi and Ullman 1970). This is optimal for a tree if each subtree finishes before the next one
 starts; a value is freed after its last use. Where steps share inputs, the rule is a heuristic. The code is in
@@ -31,7 +29,7 @@ def choose(
 
     Args:
         fields: of a `ReplayGraph`.
-        order: that of NOTE [ Order ]; empty if there is a custom order.
+        order: the built-in one; empty if there is a custom order.
         all_stay: no window limits what stays.
         task: the backward that needs the target.
         clock: when the saved tensor that needs it was saved.

@@ -1,7 +1,5 @@
 """Regions that build a new graph in each backward: `retain_graph=True` through TransformerEngine.
 
-NOTE [ Fresh graphs ]
-
 A TransformerEngine node can run backward only once: it drops what it holds. So the region is one node, which holds only
 inputs. Each backward runs the module again and differentiates that graph.
 

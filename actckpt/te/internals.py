@@ -1,7 +1,5 @@
 """TransformerEngine's internals; no other file uses them.
 
-NOTE [ TransformerEngine's insides ]
-
 Read in the sources of TransformerEngine 2.9 to 2.18 (each release), of the 2.19 branch and of 2.20.2. A version with
 other names is rejected, with the missing names. The versions differ as follows:
 

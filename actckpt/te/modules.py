@@ -1,7 +1,5 @@
 """State that TransformerEngine modules remember of their last forward, corrected for one rerun.
 
-NOTE [ Modules in reruns ]
-
 A module's recompute trusts what the module remembers of its last forward. That may not be the region's forward, and may
 have had another precision. So the module follows the autocast of the rerun, as it did in the forward. What a module, a
 te.ops operation or a fuser remembers from a rerun is undone: the next forward sees the state of the last one. A rerun

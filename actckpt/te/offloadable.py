@@ -1,7 +1,5 @@
 """Which tensors of TransformerEngine modules must not be offloaded, or must be unpacked as aliases.
 
-NOTE [ What stays ]
-
 - Tensors that TransformerEngine marks, and all tensors while its own CPU offloading is on: two offloaders would not
   know of each other.
 - Weights, the parts of quantized weights, and weight casts that modules keep between microbatches. They are looked up
@@ -30,7 +28,7 @@ _ROOT = PACKAGE.partition(".")[0]
 
 
 class Staying:
-    """Decides which tensors must stay (NOTE [ What stays ])."""
+    """Decides which tensors must stay."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te
@@ -72,7 +70,7 @@ class Staying:
 
 
 class SavedByModules(Extension):
-    """Unpacks what TransformerEngine saves as an alias (NOTE [ What stays ])."""
+    """Unpacks what TransformerEngine saves as an alias."""
 
     def clears_saved(self) -> bool:
         """Whether code of TransformerEngine is running."""

@@ -1,21 +1,19 @@
 """TransformerEngine's state around the forward and the reruns of a region.
 
-NOTE [ TransformerEngine in regions ]
-
-Rule 1. The recompute flags are set as te.checkpoint sets them, and the previous values are restored. After a nested
-region the outer one is still marked, even if the nested one is TransformerEngine's own.
-Rule 2. Entries that modules queue in a region's forward (their scales, with delayed scaling) are moved from
-TransformerEngine's queues to the region. A rerun sees them in its own queues. So regions may be rerun in any order,
-several times, or never, and leave nothing behind.
-Rule 3. A region inside an outer one also leaves the entries to the outer one. Inside an outer rerun it keeps what its
-modules took from the outer region's queues. Entries queued inside a te.checkpoint stay in the queues: te.checkpoint
-takes them.
-Rule 4. Each rerun must take exactly the entries that the forward queued, else it used other scales and raises. So a
-rerun with entries does not stop early.
-Rule 5. The FP8 state is the one that te.autocast sets, by value, with the depth increased by one. So an autocast inside
-the function does not update scales a second time when it ends.
-Rule 6. The generators of the current tracker are restored automatically. A tracker that holds bytes instead (Megatron's
-own, or before torch had graph-safe generators) must be registered or passed: TransformerEngine only has copies of them.
+- The recompute flags are set as te.checkpoint sets them, and the previous values are restored. After a nested region
+  the outer one is still marked, even if the nested one is TransformerEngine's own.
+- Entries that modules queue in a region's forward (their scales, with delayed scaling) are moved from
+  TransformerEngine's queues to the region. A rerun sees them in its own queues. So regions may be rerun in any order,
+  several times, or never, and leave nothing behind.
+- A region inside an outer one also leaves the entries to the outer one. Inside an outer rerun it keeps what its modules
+  took from the outer region's queues. Entries queued inside a te.checkpoint stay in the queues: te.checkpoint takes
+  them.
+- Each rerun must take exactly the entries that the forward queued, else it used other scales and raises. So a rerun
+  with entries does not stop early.
+- The FP8 state is the one that te.autocast sets, by value, with the depth increased by one. So an autocast inside the
+  function does not update scales a second time when it ends.
+- The generators of the current tracker are restored automatically. A tracker that holds bytes instead (Megatron's own,
+  or before torch had graph-safe generators) must be registered or passed: TransformerEngine only has copies of them.
 """
 
 from collections import deque
@@ -46,7 +44,7 @@ class RegionState:
         self.autocast = autocast
         #: As found by a rerun that keeps its graph.
         self.first_module_flags: list[Any] = []
-        #: By index of the queue (Rule 2).
+        #: By index of the queue.
         self.entries: dict[int, list[_Entry]] = {}
         #: Number of weight casts made until the forward ended.
         self.num_casts = 0
@@ -68,7 +66,7 @@ class Provider(Extension):
         self.te = te
         self._generators = _ActiveGenerators(te)
         self._staying = Staying(te)
-        #: Per open forward: entries that belong to a te.checkpoint inside (Rule 3), by id.
+        #: Per open forward: entries that belong to a te.checkpoint inside, by id.
         self._open: list[dict[int, _Entry]] = []
         self._reruns: list[ModulesInRerun] = []
         self._num_casts = 0
@@ -148,7 +146,7 @@ class Provider(Extension):
                 te.first_module_flags[:] = state.first_module_flags
 
     def allows_early_stop(self, state: RegionState, /) -> bool:
-        """Whether a rerun may stop before the function returns (Rule 4)."""
+        """Whether a rerun may stop before the function returns."""
         return not state.entries
 
     def tracker(self) -> Tracker:
@@ -156,7 +154,7 @@ class Provider(Extension):
         return self._generators
 
     def must_stay(self, tensor: torch.Tensor, /) -> bool:
-        """Whether a tensor must not be offloaded (NOTE [ What stays ])."""
+        """Whether a tensor must not be offloaded; see `offloadable`."""
         return self._staying.must_stay(tensor)
 
     @contextmanager
@@ -242,7 +240,7 @@ class Provider(Extension):
 
 
 class _ActiveGenerators:
-    """The generators of TransformerEngine's current tracker, as a tracker (Rule 6)."""
+    """The generators of TransformerEngine's current tracker, as a tracker."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te

@@ -92,7 +92,7 @@ namespace actckpt {
   X(why_input, "an input of the region") /* reason in reports */ \
   X(why_never, "why_never") \
   X(why_read, "others are replayed from it")                           /* reason in reports: held, not saved */ \
-  X(why_routing, "it says where data goes, or how much of it")         /* NOTE [ Routing ] */ \
+  X(why_routing, "it says where data goes, or how much of it")         /* see actckpt/_replay/routing.py */ \
   X(why_unreadable, "made from a tensor whose storage cannot be read") /* reason in reports */
 
 // By the names in actckpt/_bind.py, which documents them: X(field). Null if torch has no such thing.

@@ -1,4 +1,4 @@
-// Backward work that ran out of memory runs once more: NOTE [ Rescue ] in actckpt/_core/rescue.py.
+// Backward work that ran out of memory runs once more: see actckpt/_core/rescue.py.
 #pragma once
 
 #include "core/open_reruns.h"

@@ -9,8 +9,8 @@
 //
 // A tensor whose bytes lie in a span of the same version shares the span, if both are views of one tensor, or that
 // tensor. Only then do they share a version counter; that of `x.data` does not count changes of x. If memory was freed,
-// the storage may later hold something else at the same version: its older spans are not shared any more (NOTE [
-// Sources ]).
+// the storage may later hold something else at the same version: its older spans are not shared any more
+// (NOTE [ Sources ]).
 //
 // If a span has only part of its bytes, the tensor offloads the rest, and is joined from several spans when it is
 // loaded. So each byte is copied out once.

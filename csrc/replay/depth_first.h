@@ -1,4 +1,4 @@
-// Depth-first order of the steps that a target depends on: NOTE [ Order ] in actckpt/_replay/schedule.py. A pure
+// Depth-first order of the steps that a target depends on: see actckpt/_replay/schedule.py. A pure
 // function of a small graph.
 #pragma once
 

@@ -173,7 +173,7 @@ py::tuple fields_of(const Numbered& found, const std::vector<py::object>& steps,
                         retained, again, until);
 }
 
-// The order of NOTE [ Order ], or of `configure(replay_order=...)`, and which results stay.
+// The built-in order, or that of `configure(replay_order=...)`, and which results stay.
 void choose(Plan* plan, TapeObject* tape, const std::vector<Values>& made, ValueObject* target, long long task,
             long long clock) {
   const bool all_stay = all_may_stay(tape, target, plan->retained);
