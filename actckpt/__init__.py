@@ -106,11 +106,11 @@ __all__ = [
 def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
     """Set `__module__` of classes and functions from rooms `behind` a public module, for tracebacks and help()."""
     for public in module.__all__:
-        found = getattr(module, public) if public != "planner" else None  # imported lazily
-        if getattr(found, "__module__", "").startswith(behind):
-            if "__annotations__" in vars(found):
-                found.__annotations__ = _typing.get_type_hints(found)  # evaluated in the module that defines it
-            found.__module__ = module.__name__
+        member = getattr(module, public) if public != "planner" else None  # imported lazily
+        if getattr(member, "__module__", "").startswith(behind):
+            if "__annotations__" in vars(member):
+                member.__annotations__ = _typing.get_type_hints(member)  # evaluated in the module that defines it
+            member.__module__ = module.__name__
 
 
 _name_public_places(_sys.modules[__name__], "actckpt._")

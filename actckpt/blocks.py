@@ -132,11 +132,11 @@ def apply(
         ('0', '1', '2')
     """
     check_model(model, "apply")
-    given = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
-    given |= {"race": race, "on_infeasible": on_infeasible}
-    if has_budget(given):
-        return _apply_budget(model, policy, blocks, given, options)
-    extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] != default}
+    budget_options = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
+    budget_options |= {"race": race, "on_infeasible": on_infeasible}
+    if has_budget(budget_options):
+        return _apply_budget(model, policy, blocks, budget_options, options)
+    extra = {name: budget_options[name] for name, default in _WITHOUT_BUDGET.items() if budget_options[name] != default}
     others: dict[str, Any] = {**options, **extra}
     if isinstance(policy, Plan):
         return _apply_plan(model, policy, blocks, others)
@@ -154,7 +154,11 @@ def apply(
 
 
 def _apply_budget(
-    model: torch.nn.Module, policy: Any, blocks: Blocks | None, given: dict[str, Any], options: Mapping[str, Any]
+    model: torch.nn.Module,
+    policy: Any,
+    blocks: Blocks | None,
+    budget_options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[str, ...]:
     if not (isinstance(policy, str) and policy == "recompute"):
         what = repr(policy) if policy is None or isinstance(policy, str) else type(policy).__name__
@@ -163,9 +167,9 @@ def _apply_budget(
         known = ", ".join(sorted(_BUDGET_OPTIONS))
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    optimizers = optimizers_of(given.pop("optimizer"), model, "apply")
-    config = BudgetConfig(optimizers=optimizers, **given)
-    check_budget(given, model, "apply")
+    optimizers = optimizers_of(budget_options.pop("optimizer"), model, "apply")
+    config = BudgetConfig(optimizers=optimizers, **budget_options)
+    check_budget(budget_options, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
@@ -178,8 +182,8 @@ def _apply_budget(
 
 def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, options: dict[str, Any]) -> tuple[str, ...]:
     if blocks is not None or options:
-        given = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
-        raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
+        passed = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
+        raise ValueError(f"apply: {passed} beside a plan, which has blocks and options of its own. Leave them out.")
     if plan.blocks is not None:
         check_planned_for(plan, model)
     settings = settings_of(plan, model)
@@ -190,8 +194,8 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     for forward in forwards.values():
         forward.run_around_compiled()
         forward.together.plan, forward.together.policy = plan, "policy=<a plan>"
-    if (found := warns_of_larger(plan)) is not None:
-        block, size = found
+    if (shown := warns_of_larger(plan)) is not None:
+        block, size = shown
         forwards[block].planned_size = size
     watch(chosen)
     return names

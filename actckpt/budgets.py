@@ -81,8 +81,8 @@ def plan(
         ('0', '1', '2', '3', '4', '5')
     """
     check_model(model, "plan")
-    given = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
-    check_budget(given, model, "plan")
+    budget_options = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
+    check_budget(budget_options, model, "plan")
     check_not_meta(model, "plan")
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")

@@ -112,14 +112,14 @@ def _run_doctor(args: argparse.Namespace) -> int:
             configure(spill_dir=args.spill_dir)
         except ValueError as error:
             args.parser.error(reason(error))
-    found = {}
+    findings = {}
     with slow("actckpt doctor", "measuring, a few seconds in all (--no-measure leaves that out)"):
         for topic, finding in examine(measure=args.measure):
-            found[topic] = finding
+            findings[topic] = finding
             if not args.json:
                 print(f"{topic:<24}{finding}", flush=True)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(findings, indent=1))
     return 0
 
 

@@ -173,8 +173,8 @@ def compare(
     checked = Step(step, "compare", model)
     _check_not_applied(model)
     check_not_meta(model, "compare")
-    given = named_policies(policies, "compare", offloads=offloads(model))
-    options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
+    named = named_policies(policies, "compare", offloads=offloads(model))
+    options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in named.items()}
     _check_budgets(options, model)
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
@@ -185,9 +185,9 @@ def compare(
                     "policy": _planned(step, model, {"optimizer": optimizer, **each}, f"compare: policies[{name!r}]")
                 }
             candidates.append(Candidate(name, model, _forwards(model, each), checked, state))
-        found = []
+        digests = []
         for candidate in candidates:
-            found.append(_first_step(candidate, checked, model, state))
+            digests.append(_first_step(candidate, checked, model, state))
             candidate.measure_memory()
         for _ in range(rounds):
             for candidate in candidates:
@@ -195,7 +195,7 @@ def compare(
     finally:
         state.put_back()
     plain = candidates[0].seconds
-    rows = (_row(each, plain, bits == found[0]) for each, bits in zip(candidates, found, strict=True))
+    rows = (_row(each, plain, bits == digests[0]) for each, bits in zip(candidates, digests, strict=True))
     return Comparison(tuple(rows), rounds)
 
 
@@ -247,16 +247,16 @@ def named_policies(policies: Any, who: str, *, offloads: bool) -> dict[str, Any]
     return {name: policy for name, policy in policies.items() if name != PLAIN}
 
 
-def _by_name(given: Any) -> str:
+def _by_name(value: Any) -> str:
     """Return how to write the argument as a dict, for an error."""
-    if isinstance(given, str):
-        return f"{{{given!r}: {given!r}}}"
-    if isinstance(given, Plan):
+    if isinstance(value, str):
+        return f"{{{value!r}: {value!r}}}"
+    if isinstance(value, Plan):
         return "{'plan': plan}"
-    if isinstance(given, (list, tuple)) and all(each in (*PRESETS, *_ACTIONS) for each in given):
-        return f"{{{', '.join(f'{each!r}: {each!r}' for each in given)}}}"
-    if isinstance(given, (list, tuple)):
-        return f"{{'keep these': [{', '.join(map(str, given))}]}}"
+    if isinstance(value, (list, tuple)) and all(item in (*PRESETS, *_ACTIONS) for item in value):
+        return f"{{{', '.join(f'{item!r}: {item!r}' for item in value)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{{'keep these': [{', '.join(map(str, value))}]}}"
     return "{'mine': policy}"
 
 
@@ -272,17 +272,17 @@ def options_of(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]
     """
     has_keywords = isinstance(policy, Mapping) and not _KEYWORDS.isdisjoint(policy)
     options = {"blocks": blocks, **(policy if has_keywords else {"policy": policy})}
-    given = options.get("policy")
+    chosen = options.get("policy")
     if "policy" not in options:
         if unknown := sorted(map(str, options.keys() - _PLAN_OPTIONS)):
             near = did_you_mean(unknown, sorted(_PLAN_OPTIONS))
             known = ", ".join(sorted(_PLAN_OPTIONS))
             raise ValueError(f"{where}: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    elif given is not None and not isinstance(given, Plan):
+    elif chosen is not None and not isinstance(chosen, Plan):
         if isinstance(policy, Mapping) and not has_keywords:
             _check_no_options(policy, where)
         try:
-            choice_of(given)
+            choice_of(chosen)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return {name: option for name, option in options.items() if name != "blocks" or option is not None}
@@ -353,5 +353,7 @@ def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedP
         peak_bytes=candidate.peak_bytes,
         same_bits=same_bits,
         blocks=len(candidate.forwards),
-        note=stayed([(each.name, entry) for each in forwards for entry in each.together.recording.entries_of(each)]),
+        note=stayed(
+            [(forward.name, entry) for forward in forwards for entry in forward.together.recording.entries_of(forward)]
+        ),
     )

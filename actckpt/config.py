@@ -171,18 +171,18 @@ def _check_replay(changes: dict[str, Any]) -> None:
 
 
 def _checked_types(observers: Any) -> tuple[type, ...]:
-    given: list[Any] = list(observers) if isinstance(observers, Iterable) and not isinstance(observers, str) else [None]
-    if not all(isinstance(kind, type) and hasattr(kind, "__torch_dispatch__") for kind in given):
+    types: list[Any] = list(observers) if isinstance(observers, Iterable) and not isinstance(observers, str) else [None]
+    if not all(isinstance(kind, type) and hasattr(kind, "__torch_dispatch__") for kind in types):
         raise ValueError(f"configure: observers={observers!r}. Pass a list of types of dispatch modes, not modes.")
-    return tuple(given)
+    return tuple(types)
 
 
 def _checked_names(opaque: Any) -> tuple[str, ...]:
     """Return the names in `opaque`; operators of torch must exist."""
-    given = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
-    if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in given):
+    entries = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
+    if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in entries):
         raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
-    names = [str(name) for name in given]
+    names = [str(name) for name in entries]
     names = [name.replace("::", ".") if name.partition("::")[0] in _NAMESPACES else name for name in names]
     for name in names:
         selector = Selector.parse(name)

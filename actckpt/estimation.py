@@ -183,7 +183,7 @@ def estimate(
     _check(model)
     optimizers = optimizers_of(optimizer, model, "estimate")
     named = named_policies(policies, "estimate", offloads=not device.is_cpu)
-    options = {name: checked_options(each, blocks, f"estimate: policies[{name!r}]") for name, each in named.items()}
+    options = {name: checked_options(policy, blocks, f"estimate: policies[{name!r}]") for name, policy in named.items()}
     with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizers) as stepper:
         stepper.warm_up(checked)
         return estimate_with(stepper, checked, device, options)
@@ -203,23 +203,23 @@ def estimate_with(
         progress: called with the name of the running policy.
     """
     figures: dict[str, Figures] = {}
-    for name, each in {PLAIN: None, **options}.items():
+    for name, keywords in {PLAIN: None, **options}.items():
         progress(name)
-        figures[name] = stepper.run(step, each)
+        figures[name] = stepper.run(step, keywords)
     plain = figures[PLAIN]
     rows = [
         EstimatedPolicy(
             name=name,
-            seconds=found.busy_seconds + found.stall_seconds,
-            recompute_seconds=max(0.0, found.busy_seconds - plain.busy_seconds),
-            stall_seconds=found.stall_seconds,
-            flops=found.flops,
-            held_bytes=found.held_bytes,
-            peak_bytes=found.peak_bytes,
-            total_peak_bytes=found.total_peak_bytes,
-            blocks=found.blocks,
+            seconds=row.busy_seconds + row.stall_seconds,
+            recompute_seconds=max(0.0, row.busy_seconds - plain.busy_seconds),
+            stall_seconds=row.stall_seconds,
+            flops=row.flops,
+            held_bytes=row.held_bytes,
+            peak_bytes=row.peak_bytes,
+            total_peak_bytes=row.total_peak_bytes,
+            blocks=row.blocks,
         )
-        for name, found in figures.items()
+        for name, row in figures.items()
     ]
     return Estimate(
         rows=tuple(rows),
@@ -262,16 +262,16 @@ def checked_options(policy: Any, blocks: Blocks | None, where: str) -> dict[str,
             f"{where} is a budget. A plan for it is made of measured times, and tensors without bytes have none: make "
             "it where the model runs, actckpt.plan(step, model=model, ...), and estimate that plan as a policy."
         )
-    given = options["policy"]
-    if given in ("offload", Action.OFFLOAD):
+    chosen = options["policy"]
+    if chosen in ("offload", Action.OFFLOAD):
         options.pop("to", None)  # the memory of the host
         return {**options, "policy": "offload"}
     if options.get("offload_inputs"):
         raise ValueError(f"{where} has offload_inputs, which moves single values. {_NOT_SHOWN}")
-    if _offloads(given):
+    if _offloads(chosen):
         raise ValueError(f"{where} offloads single values. {_NOT_SHOWN}")
-    if callable(given) and not isinstance(given, (PerOp, Plan)):
-        options["policy"] = _asked(where, given)
+    if callable(chosen) and not isinstance(chosen, (PerOp, Plan)):
+        options["policy"] = _asked(where, chosen)
     return options
 
 

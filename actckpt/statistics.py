@@ -69,8 +69,8 @@ class Stats:
 
     def _texts(self) -> dict[str, str]:
         """Return the fields that are not zero, with their units."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: _with_unit(name, value) for name, value in found.items() if value}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: _with_unit(name, value) for name, value in fields.items() if value}
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(f'{name}={text}' for name, text in self._texts().items())})"
@@ -180,18 +180,18 @@ def uncounted() -> Iterator[None]:
 def _held_bytes() -> dict[str, int]:
     """Return the fields that are not sums."""
     held = dict.fromkeys(_HELD, 0)
-    for found in _engines():
-        held["inflight_bytes"] += found.inflight_bytes
-        held["peak_inflight_bytes"] += found.peak_inflight_bytes
-        if isinstance(found, _C.DeviceStats):
-            held["disk_bytes"] += found.disk_bytes
-            held["host_bytes"] += found.bounce_bytes
-            held["store_bytes"] += found.disk_bytes
-            held["peak_store_bytes"] += found.peak_disk_bytes
+    for engine_stats in _engines():
+        held["inflight_bytes"] += engine_stats.inflight_bytes
+        held["peak_inflight_bytes"] += engine_stats.peak_inflight_bytes
+        if isinstance(engine_stats, _C.DeviceStats):
+            held["disk_bytes"] += engine_stats.disk_bytes
+            held["host_bytes"] += engine_stats.bounce_bytes
+            held["store_bytes"] += engine_stats.disk_bytes
+            held["peak_store_bytes"] += engine_stats.peak_disk_bytes
         else:
-            held["disk_bytes"] += found.stored_bytes
-            held["store_bytes"] += found.stored_bytes
-            held["peak_store_bytes"] += found.peak_stored_bytes
+            held["disk_bytes"] += engine_stats.stored_bytes
+            held["store_bytes"] += engine_stats.stored_bytes
+            held["peak_store_bytes"] += engine_stats.peak_stored_bytes
     device = stores.device_store()
     if device is not None:
         pool = device.engine.pool_stats()

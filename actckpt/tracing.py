@@ -93,8 +93,8 @@ def _write(path: Path, profiler: profile, timeline: list[tuple[float, int]]) -> 
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(exported))
-        found = json.loads(exported.read_text())
-    events = found["traceEvents"]
+        document = json.loads(exported.read_text())
+    events = document["traceEvents"]
     begin = next(event for event in events if event.get("name") == _BEGIN and event.get("ph") == "X")
     events += [
         {
@@ -107,4 +107,4 @@ def _write(path: Path, profiler: profile, timeline: list[tuple[float, int]]) -> 
         for seconds, nbytes in timeline
     ]
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        json.dump(found, file)
+        json.dump(document, file)

@@ -92,15 +92,15 @@ def patch(
 def watch(blocks: Mapping[str, Any]) -> None:
     """Make patched blocks notice if none of them runs."""
     together = {id(forward.together): forward.together for forward in forwards_in(blocks).values()}
-    for each in together.values():
-        each.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
+    for applied in together.values():
+        applied.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
 
 
 def count_calls(model: torch.nn.Module, forwards: Iterable[CheckpointedForward]) -> None:
     """Make patched blocks count their calls per forward of a model, if that matters."""
     together = {id(forward.together): forward.together for forward in forwards if forward.differs}
-    for each in together.values():
-        each.count_calls_in(model)
+    for applied in together.values():
+        applied.count_calls_in(model)
 
 
 def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
@@ -179,7 +179,7 @@ class CheckpointedForward:
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
         self.planned_size = None
-        self._calls = tuple(CallSettings(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
+        self._calls = tuple(CallSettings(call) for call in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
         if all(how.windows is None for how in self._calls):
             self.together.limit_windows(None)
@@ -335,10 +335,10 @@ def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) 
     """Raise if a model is a shallow copy of the one passed to `apply`, with which it shares its blocks."""
     for name, block in blocks.items():
         together = block.forward.together
-        given = together.model() if together.model is not None else None
-        if given is None or given is model or type(given) is not type(model):
+        applied_model = together.model() if together.model is not None else None
+        if applied_model is None or applied_model is model or type(applied_model) is not type(model):
             continue
-        if vars(given)["_modules"] == vars(model)["_modules"]:
+        if vars(applied_model)["_modules"] == vars(model)["_modules"]:
             raise BlocksError(
                 f"{what}: this {type(model).__name__} is a shallow copy (copy.copy) of the one given to apply. "
                 f"Block {name!r} and the others are the same modules in both: call {what} on that one, which does it "
@@ -350,12 +350,12 @@ def check_all_of_budget(model: torch.nn.Module, blocks: Mapping[str, Any], what:
     """Raise if blocks are only some of those that share a plan, and the model still has the others."""
     chosen = {id(block) for block in blocks.values()}
     for together in {block.forward.together for block in blocks.values()}:
-        given = together.model() if together.model is not None and together.training is not None else None
-        inside = applied_blocks(given) if given is not None else {}
+        whole = together.model() if together.model is not None and together.training is not None else None
+        inside = applied_blocks(whole) if whole is not None else {}
         left = [name for name, b in inside.items() if id(b) not in chosen and b.forward.together is together]
         if left:
             raise BlocksError(
-                f"{what}: this {type(model).__name__} is a part of a {type(given).__name__} with a budget, whose plan "
+                f"{what}: this {type(model).__name__} is a part of a {type(whole).__name__} with a budget, whose plan "
                 f"is for all of its blocks together: {listed(left)} would be left. Call {what} on that model, and then "
                 "apply again with other blocks=."
             )

@@ -14,15 +14,15 @@ __all__ = ["bytes_of", "exclude_from_offload", "first_tensor", "others"]
 
 def first_tensor(value: Any) -> Tensor | None:
     """Return the first tensor that gradients flow through, else the first floating-point one."""
-    found = list(tensors_in(value))
-    chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
+    tensors = list(tensors_in(value))
+    chosen = [tensor for tensor in tensors if tensor.requires_grad] or [t for t in tensors if t.is_floating_point()]
     return chosen[0] if chosen else None
 
 
 def others(arguments: Any) -> list[Tensor]:
     """Return the tensors among arguments that share no storage with the first one: masks, biases."""
     own = {id(storage) for storage in storages_of(first_tensor(arguments))}
-    return [each for each in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(each)))]
+    return [tensor for tensor in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(tensor)))]
 
 
 def exclude_from_offload(arguments: Any) -> None:

@@ -61,20 +61,20 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
     named = {name: module for name, module in model.named_modules() if name}
     modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
     if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if matches(block, name)}
+        matching = {name: module for name, module in modules.items() if matches(block, name)}
         if block in named and block not in modules:
             raise BlocksError(
                 f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
                 f"forward. Pass {block + '.*'!r} for the modules in it."
             )
-        if not found:
+        if not matching:
             near = difflib.get_close_matches(block, modules, n=3)
             some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
             raise BlocksError(
                 f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
                 "Names are those of model.named_modules()."
             )
-        return found
+        return matching
     if isinstance(block, type):
         return {name: module for name, module in modules.items() if isinstance(module, block)}
     if isinstance(block, torch.nn.Module):

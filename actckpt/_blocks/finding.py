@@ -78,8 +78,8 @@ def _repeated(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[s
         held = len(chosen) + outside + 2 * max(part.num_layers for part in chosen)
         if not best or held < least:
             best, least = chosen, held
-    found = {id(part.module) for part in [*best, *_beside(roots, best)]}
-    return {name: module for name, module in model.named_modules() if id(module) in found}
+    block_ids = {id(part.module) for part in [*best, *_beside(roots, best)]}
+    return {name: module for name, module in model.named_modules() if id(module) in block_ids}
 
 
 def _beside(parts: list[_Part], chosen: list[_Part]) -> Iterator[_Part]:

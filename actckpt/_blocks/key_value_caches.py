@@ -50,8 +50,8 @@ def without_cache(
         return None
     names = list(inspect.signature(forward).parameters)[: len(args)]
     rest = args[len(names) :]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    taken = {name: _taken(block, name, value, kind) for name, value in given.items()}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    taken = {name: _taken(block, name, value, kind) for name, value in arguments.items()}
     return (*(taken[name] for name in names), *rest), {name: taken[name] for name in kwargs}
 
 

@@ -129,10 +129,10 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
     return row.name, str(row.num_blocks), str(row.num_values), share, *sizes, str(row.num_replays)
 
 
-def _once(found: Sequence[Found]) -> list[Found]:
+def _once(entries: Sequence[Found]) -> list[Found]:
     """Return one entry per storage: as held if any block holds it."""
     chosen: dict[Any, Found] = {}
-    for number, (block, entry) in enumerate(found):
+    for number, (block, entry) in enumerate(entries):
         key = number if entry.storage is None else entry.storage
         before = chosen.get(_Same(key))
         if before is None or _RANKS[entry.action] > _RANKS[before[1].action]:
@@ -155,12 +155,12 @@ class _Same:
         return isinstance(other, _Same) and self._key is other._key
 
 
-def sums_of(found: Sequence[Found]) -> dict[str, int]:
+def sums_of(entries: Sequence[Found]) -> dict[str, int]:
     """Return the sums of a report by name."""
     sums = dict.fromkeys(Action, 0)
-    for _, entry in _once(found):
+    for _, entry in _once(entries):
         sums[entry.action] += entry.nbytes
-    saved = _once([each for each in found if each[1].why != READ])
+    saved = _once([item for item in entries if item[1].why != READ])
     return {
         "kept_bytes": sums[Action.KEEP],
         "offloaded_bytes": sums[Action.OFFLOAD],
@@ -169,15 +169,15 @@ def sums_of(found: Sequence[Found]) -> dict[str, int]:
     }
 
 
-def stayed(found: Sequence[Found]) -> str:
+def stayed(entries: Sequence[Found]) -> str:
     """Return what stayed under `offload` because it is small, and what to do if nothing was offloaded."""
-    small = [entry for _, entry in found if entry.why.startswith(SMALL)]
+    small = [entry for _, entry in entries if entry.why.startswith(SMALL)]
     num = sum(entry.num_values for entry in small)
     if not num:
         return ""
     nbytes = sum(entry.nbytes for entry in small)
     what = f"{num} tensors of {format_bytes(nbytes)} in all are {small[0].why}"
-    if any(entry.action is Action.OFFLOAD and entry.nbytes for _, entry in found):
+    if any(entry.action is Action.OFFLOAD and entry.nbytes for _, entry in entries):
         return f"{what}, and stay."
     return (
         f"Nothing was offloaded: all {what}. They have {format_bytes(nbytes / num)} on average; "
@@ -185,17 +185,17 @@ def stayed(found: Sequence[Found]) -> str:
     )
 
 
-def kept_below_modes(found: Sequence[Found]) -> str:
+def kept_below_modes(entries: Sequence[Found]) -> str:
     """Return what was kept because of the program's dispatch modes, by the reason that names one."""
     sums: dict[str, int] = {}
-    for _, entry in _once(found):
+    for _, entry in _once(entries):
         if entry.why.startswith(BELOW):
             sums[entry.why] = sums.get(entry.why, 0) + entry.nbytes
     return "".join(f"Kept although the policy drops it: {format_bytes(n)} {why}.\n" for why, n in sums.items())
 
 
 def rows_of(
-    model: torch.nn.Module, blocks: Mapping[str, Any], found: Sequence[Found], group_by: GroupBy, top: int | None
+    model: torch.nn.Module, blocks: Mapping[str, Any], entries: Sequence[Found], group_by: GroupBy, top: int | None
 ) -> tuple[ModelRow, ...]:
     """Return the rows of a report.
 
@@ -204,23 +204,23 @@ def rows_of(
         found: the entries of the recorded step.
         top: maximum number of rows; the rest is summed up in one more. None: all.
     """
-    plain_bytes = sums_of(found)["plain_bytes"]
-    once = _once(found)
+    plain_bytes = sums_of(entries)["plain_bytes"]
+    once = _once(entries)
     modules = {qualified_name(model, module): module for module in model.modules()} if group_by == "type" else {}
     groups: dict[str, list[Found]] = {}
     named = _names_in_blocks(blocks, once) if group_by == "module" else {}
-    for each in once:
-        block, entry = each
+    for item in once:
+        block, entry = item
         if group_by == "operator":
             name = entry.operator
         else:
             path = _path(blocks, block, entry.module)
             name = type(modules.get(path, blocks[block])).__name__ if group_by == "type" else named[path]
-        groups.setdefault(name, []).append(each)
+        groups.setdefault(name, []).append(item)
     rows = [_row(name, members, plain_bytes) for name, members in groups.items()]
     rows.sort(key=lambda row: -row.nbytes)
     if top is not None and len(rows) > top:
-        rest = [each for row in rows[top:] for each in groups[row.name]]
+        rest = [item for row in rows[top:] for item in groups[row.name]]
         rows = [*rows[:top], _row(f"({len(rows) - top} more)", rest, plain_bytes)]
     return tuple(rows)
 
@@ -252,10 +252,10 @@ def _path(blocks: Mapping[str, Any], block: str, module: str | None) -> str:
     return f"{block}.{module}" if at < 0 else module[at:]
 
 
-def _names_in_blocks(blocks: Mapping[str, Any], found: Iterable[Found]) -> dict[str, str]:
+def _names_in_blocks(blocks: Mapping[str, Any], entries: Iterable[Found]) -> dict[str, str]:
     """Return display names of modules by path: identical blocks share a name."""
     inside: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in blocks}
-    for block, entry in found:
+    for block, entry in entries:
         path = _path(blocks, block, entry.module)
         kinds = [entry.nbytes * (entry.action is action) for action in (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)]
         before = inside[block].get(path[len(block) :], (0, 0, 0, 0))
@@ -279,7 +279,7 @@ def folded(names: Sequence[str]) -> str:
 
 
 def _range(part: Sequence[str]) -> str:
-    if not all(each.isdecimal() for each in part):
+    if not all(label.isdecimal() for label in part):
         return "*"
     ranges = listed(dict.fromkeys(part))
     return f"{{{ranges}}}" if "," in ranges else ranges

@@ -39,7 +39,7 @@ def holders(model: Module, blocks: Collection[str]) -> "list[ref[Module]]":
 
 def is_on(block: Module, around: "Iterable[ref[Module]]") -> bool:
     """Whether a flag of a block or of a module around it is on. Called at every call of a block."""
-    return _has_flag(block) or any((module := each()) is not None and _has_flag(module) for each in around)
+    return _has_flag(block) or any((module := reference()) is not None and _has_flag(module) for reference in around)
 
 
 def _has_flag(module: Module) -> bool:

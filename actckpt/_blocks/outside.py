@@ -126,13 +126,15 @@ def _called_around(module: Any, begins: Callable[..., None], ends: Callable[...,
 
 def _outermost_without_blocks(model: torch.nn.Module, blocks: set[str]) -> list[str]:
     """Return the outermost callable modules with no block inside or around them."""
-    found: set[str] = set()
+    outermost: set[str] = set()
     for name, module in model.named_modules():
-        is_near_block = any(f"{name}.".startswith(f"{each}.") or f"{each}.".startswith(f"{name}.") for each in blocks)
-        is_part = any(name.startswith(f"{each}.") for each in found)
+        is_near_block = any(
+            f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in blocks
+        )
+        is_part = any(name.startswith(f"{other}.") for other in outermost)
         if name and not is_near_block and not is_part and has_forward(module):
-            found.add(name)
-    return [*found]
+            outermost.add(name)
+    return [*outermost]
 
 
 def blocks_argument(model: torch.nn.Module, more: Sequence[str], blocks: Iterable[str]) -> str:

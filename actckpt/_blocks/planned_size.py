@@ -50,11 +50,11 @@ class PlannedSize:
         """Compare a block's arguments with the plan."""
         if self._is_over or name not in self._nbytes:
             return
-        given = self._count(arguments)
-        is_larger = any(now > most for now, most in zip(given, self._nbytes[name], strict=False))
+        sizes = self._count(arguments)
+        is_larger = any(now > most for now, most in zip(sizes, self._nbytes[name], strict=False))
         self._is_over = is_larger or self._is_for_one
         if is_larger:
-            self._exceeded(training, name, given)
+            self._exceeded(training, name, sizes)
 
 
 def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
@@ -67,9 +67,9 @@ class _Warning:
     def __init__(self, block: str, nbytes: float, plan: Plan) -> None:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
 
-    def __call__(self, _: Any, __: str, given: tuple[float, ...]) -> None:
+    def __call__(self, _: Any, __: str, sizes: tuple[float, ...]) -> None:
         warn_user(
-            f"apply: block {self._block!r} is given {format_bytes(given[0])} of hidden states, and the plan was made "
+            f"apply: block {self._block!r} is given {format_bytes(sizes[0])} of hidden states, and the plan was made "
             f"for {format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. "
             "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for "
             "each size. Shown once."
@@ -85,10 +85,10 @@ def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
     held: dict[str, list[float]] = {}
     for block, name in zip(plan.costs.blocks, plan.blocks, strict=True):
         if name is not None:
-            given = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
-            held.setdefault(name, []).append(block.input_bytes or next(given, 0.0))
-    found = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
-    if found is None:
+            input_sizes = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
+            held.setdefault(name, []).append(block.input_bytes or next(input_sizes, 0.0))
+    first = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
+    if first is None:
         return None
-    shown, nbytes = found
+    shown, nbytes = first
     return shown, PlannedSize({shown: (nbytes,)}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)

@@ -108,13 +108,13 @@ class RecordedCall:
 
 def _moved_and_small(block: Offloading) -> list[TakenDown]:
     """Return what an `offload` block offloaded, and what stayed because it is small."""
-    found = block.report()
-    num_small = sum(row.not_replayed.get(SMALL, 0) for row in found.rows)
-    num_moved = sum(row.num_values for row in found.rows) - num_small
+    report = block.report()
+    num_small = sum(row.not_replayed.get(SMALL, 0) for row in report.rows)
+    num_moved = sum(row.num_values for row in report.rows) - num_small
     why = f"{SMALL}={format_bytes(block.min_bytes)}" if num_small else ""
     return [
-        TakenDown("(offload)", None, Action.OFFLOAD, "", None, found.offloaded_bytes, num_values=num_moved),
-        TakenDown("(offload)", None, Action.KEEP, why, None, found.kept_bytes, num_values=num_small),
+        TakenDown("(offload)", None, Action.OFFLOAD, "", None, report.offloaded_bytes, num_values=num_moved),
+        TakenDown("(offload)", None, Action.KEEP, why, None, report.kept_bytes, num_values=num_small),
     ]
 
 

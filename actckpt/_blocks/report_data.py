@@ -98,7 +98,7 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
         operators_not_run=tuple(dict.fromkeys(operator for group in groups for operator in group.matches.idle())),
         entries=_without_storages(entries),
         plan=plan,
-        race_steps_left=None if is_unplanned else max((each.race_steps_left for each in trainings), default=0),
+        race_steps_left=None if is_unplanned else max((one.race_steps_left for one in trainings), default=0),
         note=(refused or _NO_PLAN) if is_unplanned else _note(groups, entries, plan, refused, has_run=len(ran) > 0),
     )
 
@@ -115,10 +115,12 @@ def _recorded(groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: P
     if entries and plan is not None:
         return kept_below_modes(entries) + f"Recorded: {_STEP_OF_PLAN}"
     if entries:
-        is_first = any(recording.num_steps == 1 for each in groups if (recording := each.recording_of(None)))
+        is_first = any(
+            recording.num_steps == 1 for blocks_together in groups if (recording := blocks_together.recording_of(None))
+        )
         which = "the first step" if is_first else "the step after the report before"
-        found = filter(None, (stayed(entries), f"Recorded: {which}; the next one is, too."))
-        return kept_below_modes(entries) + "\n".join(found)
+        lines = filter(None, (stayed(entries), f"Recorded: {which}; the next one is, too."))
+        return kept_below_modes(entries) + "\n".join(lines)
     if plan is not None and plan.overhead_seconds == 0.0:
         return ""
     if not has_run:

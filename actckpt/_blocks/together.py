@@ -199,12 +199,19 @@ class AppliedBlocks:
     def recording_of(self, plan: Plan | None) -> Recording | None:
         """Return the last record under a plan, or without one; None: there is none."""
         actions = getattr(plan, "actions", None)
-        return next((found for each, found in self._recordings if getattr(each, "actions", None) is actions), None)
+        return next(
+            (
+                recording
+                for recorded_plan, recording in self._recordings
+                if getattr(recorded_plan, "actions", None) is actions
+            ),
+            None,
+        )
 
     def _choose_recording(self, plan: Plan | None) -> None:
         if self.recording is not self.recording_of(plan):
             self.recording = self.recording_of(plan) or Recording()
-            self._recordings = [each for each in self._recordings if each[1] is not self.recording]
+            self._recordings = [item for item in self._recordings if item[1] is not self.recording]
             self._recordings = [*self._recordings, (plan, self.recording)][-_MAX_RECORDINGS:]
 
     def record_first_step(self, plan: Plan) -> None:

@@ -102,11 +102,11 @@ def _copied(accelerator: Accelerator, device: torch.device) -> tuple[float, floa
     ways = [(torch.Stream(device=device), pinned[0], here[0]), (torch.Stream(device=device), here[1], pinned[1])]
     moments: list[list[devices.Moment]] = [[], []]
     for number in range(_NUM_PIECES + 1):
-        for (stream, target, source), found in zip(ways, moments, strict=True):
+        for (stream, target, source), events in zip(ways, moments, strict=True):
             with stream:
                 if number:
                     target.copy_(source, non_blocking=True)
-                found.append(devices.moment(device))
+                events.append(devices.moment(device))
     accelerator.synchronize(device)
     out, back = (_rate(nbytes, [devices.seconds_between(*pair) for pair in itertools.pairwise(m)]) for m in moments)
     return out, back

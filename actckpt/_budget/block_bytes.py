@@ -34,8 +34,8 @@ def held_bytes(call: BlockCall) -> HeldBytes:
     """Return the bytes that a forward holds for backward, including those of compiled code."""
     with call.isolate() as run:
         casts = _Casts()
-        given = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
-        outside = {id(storage) for storage in given}
+        existing = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
+        outside = {id(storage) for storage in existing}
 
         def pack(tensor: Tensor) -> Tensor:
             live.count(tensor, outside)
@@ -43,9 +43,9 @@ def held_bytes(call: BlockCall) -> HeldBytes:
 
         with casts, LiveStorages() as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
-        found = HeldBytes(live.live_bytes, casts.alive_bytes())
+        held = HeldBytes(live.live_bytes, casts.alive_bytes())
         del nodes
-        return found
+        return held
 
 
 class _Casts(ObservingMode):
@@ -63,7 +63,7 @@ class _Casts(ObservingMode):
 
     def alive_bytes(self) -> int:
         """Return the bytes of live casts."""
-        return sum(storage.nbytes() for each in self._storages if (storage := each()) is not None)
+        return sum(storage.nbytes() for reference in self._storages if (storage := reference()) is not None)
 
 
 class BlockPeaks(NamedTuple):

@@ -69,7 +69,7 @@ class BudgetConfig:
         if allocator is not None:
             inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
             return allocator.allocated_bytes(device) - inflight_bytes + more_bytes, []
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         held = [*model.parameters(), *model.buffers(), *self.optimizer_states()]
         return _bytes_on(device, held) + more_bytes, gradients
 
@@ -106,8 +106,8 @@ def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) 
     """Raise a ValueError if an option does not apply to a budget, or if not exactly one of the two budgets is given."""
     budget, activation_budget = options.get("budget"), options.get("activation_budget")
     if (budget is None) == (activation_budget is None):
-        given = "neither" if budget is None else "both"
-        raise ValueError(f"{what}: {given} of budget and activation_budget given. Pass one of them.")
+        which = "neither" if budget is None else "both"
+        raise ValueError(f"{what}: {which} of budget and activation_budget given. Pass one of them.")
     if activation_budget is not None:
         activation_budget_bytes(activation_budget, plain_bytes=1.0)
     else:

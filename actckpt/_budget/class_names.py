@@ -21,7 +21,7 @@ def with_block_names(costs: CostTable, names: Sequence[str | None]) -> CostTable
     for kind, name in zip(costs.stack, calls_named(names), strict=True):
         if name is not None:
             alike.setdefault(kind, []).append(name)
-    new = {kind: listed(found) for kind, found in alike.items()}
+    new = {kind: listed(block_names) for kind, block_names in alike.items()}
     classes = {new.get(kind, kind): block for kind, block in costs.classes.items()}
     if len(classes) < len(costs.classes):
         return costs  # a block's name looks like a range: two classes would have one name

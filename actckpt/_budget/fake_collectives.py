@@ -119,7 +119,7 @@ class Exchanges(ObservingMode):
 
     def close(self) -> None:
         """Copy what was received; all of it has arrived."""
-        self.integers = [[tensor.clone() for tensor in each] for each in self._received]
+        self.integers = [[tensor.clone() for tensor in tensors] for tensors in self._received]
         self._received = []
 
 
@@ -148,16 +148,16 @@ class FakeCollectives(ObservingMode):
             return func(*args, **(kwargs or {}))
         self._exchanges.were_met = True
         result = _alone(func, args)
-        for mine, found in zip(_received(func, args, result), next(self._integers, ()), strict=False):
-            if mine.shape == found.shape:
-                mine.copy_(found)
+        for mine, recorded in zip(_received(func, args, result), next(self._integers, ()), strict=False):
+            if mine.shape == recorded.shape:
+                mine.copy_(recorded)
         return result
 
 
 def _alone(func: Any, args: tuple[Any, ...]) -> Any:
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "c10d":  # outputs come first; they are returned unless only a Work is
-        returns = [str(each.type) for each in func._schema.returns]
+        returns = [str(returned.type) for returned in func._schema.returns]
         work = torch_private.finished_work()
         return (args[0], work) if len(returns) == 2 else work if returns else None
     if name not in _RESULTS or namespace == "_dtensor":

@@ -27,11 +27,11 @@ _LATE = (
 )
 
 
-def check_on_infeasible(given: object, what: str) -> None:
+def check_on_infeasible(value: object, what: str) -> None:
     """Raise a ValueError if `on_infeasible` has an unknown value."""
-    if given not in get_args(OnInfeasible):
-        near = did_you_mean([str(given)], get_args(OnInfeasible), show=repr)
-        raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
+    if value not in get_args(OnInfeasible):
+        near = did_you_mean([str(value)], get_args(OnInfeasible), show=repr)
+        raise ValueError(f"{what}: on_infeasible={value!r}. Pass 'warn' or 'raise'.{near}")
 
 
 def with_reserve(nbytes: float, static_bytes: float) -> float:

@@ -39,14 +39,14 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
     Losses do not count, nor do generators that reruns restore; generators inside objects do.
     """
     restored = set(map(id, _C.Parameters(block).generators))
-    for found, now in zip(before, attributes_of(block), strict=False):
+    for previous, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
             if any(id(generator) not in restored for generator in _generators_in([value])):
                 return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True
             is_loss = isinstance(value, Tensor) and value.requires_grad
-            if found.get(key) is not value and not is_loss:
+            if previous.get(key) is not value and not is_loss:
                 return True
     return False
 
@@ -95,16 +95,16 @@ def isolate(
 def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators among values, in containers and in object attributes."""
     left, seen = list(values), set()
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     while left:
         value = left.pop()
         if isinstance(value, torch.Generator):
-            found[id(value)] = value
+            generators[id(value)] = value
         elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     in_objects = _C.Structure(tuple(values), set(), []).take_generators()
-    return list(({id(generator): generator for generator in in_objects} | found).values())
+    return list(({id(generator): generator for generator in in_objects} | generators).values())
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:
@@ -126,10 +126,10 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:
-    for key in [key for key in now if key not in found]:
+def _put_back(now: dict[str, Any], previous: dict[str, Any]) -> None:
+    for key in [key for key in now if key not in previous]:
         del now[key]
-    for key, value in found.items():
+    for key, value in previous.items():
         if key not in now or now[key] is not value:
             now[key] = value
 
@@ -200,11 +200,11 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
             object.__setattr__(own, field.name, _with_tensors(getattr(value, field.name), change))
         return own
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_tensors(each, change) for each in value))
+        return type(value)(*(_with_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(each, change) for each in value)
+        return type(value)(_with_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _with_tensors(each, change) for key, each in value.items()}
+        return {key: _with_tensors(item, change) for key, item in value.items()}
     return value
 
 
@@ -217,10 +217,10 @@ def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     Args:
         args, kwargs: of an isolated run. Their first tensor is copied: whoever made it holds it, too.
     """
-    given = first_tensor((args, kwargs))
-    if given is None or hasattr(given, "__tensor_flatten__"):
+    argument = first_tensor((args, kwargs))
+    if argument is None or hasattr(argument, "__tensor_flatten__"):
         return True
-    arguments, storage = _with_copy_of(given, (args, kwargs))
+    arguments, storage = _with_copy_of(argument, (args, kwargs))
     nodes = [tensor.grad_fn for tensor in tensors_in(forward(*arguments[0], **arguments[1]))]
     del arguments
     is_held = storage() is not None
@@ -228,7 +228,7 @@ def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return is_held
 
 
-def _with_copy_of(given: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:
+def _with_copy_of(tensor: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:
     """Return a value with a copy of one of its tensors (no leaf: the graph would hold it), and the storage."""
-    own = given.detach().requires_grad_(given.is_floating_point() or given.is_complex()).clone()
-    return _with_tensors(value, lambda each: own if each is given else each), weakref.ref(own.untyped_storage())
+    own = tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()).clone()
+    return _with_tensors(value, lambda other: own if other is tensor else other), weakref.ref(own.untyped_storage())

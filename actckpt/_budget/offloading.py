@@ -28,7 +28,7 @@ _RECOMPUTED = (Action.RECOMPUTE, Action.RECOMPUTE.value)
 
 def _drained_bytes(block: BlockClass, costs: CostTable) -> float:
     """Return the bytes that are copied out while a block runs forward, at most those of one block."""
-    most = max(sum(value.nbytes for value in each.values if value.offloadable) for each in costs.classes.values())
+    most = max(sum(value.nbytes for value in other.values if value.offloadable) for other in costs.classes.values())
     return min(block.forward_s * costs.d2h_bytes_per_s, most)
 
 
@@ -53,11 +53,11 @@ def solved(
         try:
             plan = (by or _solve)(each, budget, pins)
             plans.append(plan if each.d2h_bytes_per_s else dataclasses.replace(plan, costs=costs))
-        except PlanInfeasibleError as found:
+        except PlanInfeasibleError as failure:
             # Breaks the cycle between this frame and the error, which would hold tensors of outer frames: now, and when
             # raised.
-            found.__traceback__ = None
-            error = min(error or found, found, key=lambda each: each.smallest_bytes or math.inf)
+            failure.__traceback__ = None
+            error = min(error or failure, failure, key=lambda each: each.smallest_bytes or math.inf)
     if not plans:
         assert error is not None
         try:
@@ -106,7 +106,7 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
 def with_drained(costs: CostTable) -> CostTable:
     """Return a cost table for plans that offload: with the bytes that are copied out while blocks run forward."""
     if costs.segments is not None:
-        return dataclasses.replace(costs, segments=tuple(_with_drained(each, costs) for each in costs.segments))
+        return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.segments))
     classes = {
         name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
         for name, block in costs.classes.items()
@@ -118,7 +118,7 @@ def _with_drained(segment: Segment, costs: CostTable) -> Segment:
     """Return a segment with the bytes that are copied out while a block runs forward."""
     if not segment.is_forward or segment.running < 0:
         return segment
-    plain, replay, rerun = (each + _drained_bytes(costs.blocks[segment.running], costs) for each in segment.bases)
+    plain, replay, rerun = (base + _drained_bytes(costs.blocks[segment.running], costs) for base in segment.bases)
     return dataclasses.replace(segment, plain_bytes=plain, replay_bytes=replay, rerun_bytes=rerun)
 
 
@@ -136,7 +136,7 @@ def with_windows(plan: Plan) -> Plan:
     if not any(own):
         return plan
     inflight = simulate(costs, plan).inflight
-    out = [each.out_bytes + _drained_bytes(block, costs) for each, block in zip(inflight, blocks, strict=True)]
+    out = [moving.out_bytes + _drained_bytes(block, costs) for moving, block in zip(inflight, blocks, strict=True)]
     windows = [
         BlockWindows(math.ceil(out[i] + own[i]), math.ceil(left), math.ceil(inflight[i].ahead_bytes + own[i]))
         for i, left in enumerate([*out[1:], 0.0])

@@ -47,7 +47,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
     *known, other = costs.values
     growth = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
     offload_s = max(value.offload_s for value in known)
-    found = [
+    scaled = [
         dataclasses.replace(
             new,
             recompute_s=factor * old.recompute_s,
@@ -61,7 +61,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         forward_s=ratio * costs.forward_s,
         backward_s=ratio * costs.backward_s,
         rerun_s=None if costs.rerun_s is None else ratio * costs.rerun_s,
-        values=(*found, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
+        values=(*scaled, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
     )
     return BlockProfile(costs, _scaled(peaks, min(growth), max(growth)))
 

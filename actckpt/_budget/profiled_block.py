@@ -75,6 +75,6 @@ class ProfiledBlock:
 
     def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
         values = tuple(
-            dataclasses.replace(each, nbytes=sizes.get(each.name, each.nbytes)) for each in self.costs.values
+            dataclasses.replace(value, nbytes=sizes.get(value.name, value.nbytes)) for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

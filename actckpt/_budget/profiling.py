@@ -163,11 +163,11 @@ class Profiler:
         key = _structure_key(block, values, *others)
         if key not in self._known:
             measured = self._measured[_structure_key(block, without_sizes(values), *others)]
-            found = at_other_size(measured, values)
-            if found is None:
-                found = profiled()
-                measured.append(found)
-            self._known[key] = found
+            profile = at_other_size(measured, values)
+            if profile is None:
+                profile = profiled()
+                measured.append(profile)
+            self._known[key] = profile
         return self._known[key]
 
 
@@ -203,8 +203,8 @@ def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any
     return (type(block), block.training, *others, *same, *trained)
 
 
-def _with_bytes(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
-    return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
+def _with_bytes(arguments: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
+    return tuple((weakref.ref(storage), storage.nbytes()) for storage in storages_of(list(tensors_in(arguments))))
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
@@ -256,8 +256,10 @@ def _profiled(
         no_rerun: why the block must not be rerun; None: no known reason.
     """
     structure, held = call.structure, held_bytes(call)
-    given = storages_of(list(tensors_in(call.arguments)))
-    writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would read the written input
+    argument_storages = storages_of(list(tensors_in(call.arguments)))
+    writes_to_input = any(
+        id(storage) in structure.written for storage in argument_storages
+    )  # a rerun would read the written input
     with modes.without_own():
         with call.isolate() as run:  # its backward may communicate too
             roots = run.roots()
@@ -267,7 +269,7 @@ def _profiled(
         times, no_rerun = _times(call, values, _moved(recorded), no_rerun)
         values = _timed_again(call, values)
         peaks = block_peaks(call, _replaying(recorded), can_rerun=no_rerun is None)
-    values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
+    values = tuple(dataclasses.replace(value, offload_s=times.offload_s * value.offloadable) for value in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
     costs = BlockClass(
@@ -358,8 +360,8 @@ def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...
     """Return values with the least measured seconds of their operators: outliers would mislead the solver."""
     for _ in range(_OPERATORS_TIMED):
         with call.isolate() as run:
-            found = operator_seconds(run.forward, run.args, run.kwargs)
-        seconds = {_without(place, call.name): value for place, value in found.items()}
+            times = operator_seconds(run.forward, run.args, run.kwargs)
+        seconds = {_without(place, call.name): value for place, value in times.items()}
         values = tuple(
             dataclasses.replace(value, recompute_s=min(value.recompute_s, seconds.get(value.name, value.recompute_s)))
             for value in values

@@ -28,25 +28,25 @@ class Draws:
             generators: those passed to operators of the block.
         """
         restored = set(map(type, known_trackers(())))
-        found = []
+        sources = []
         if type(python_random()) not in restored and random.getstate() != self._python:
-            found.append("random")
+            sources.append("random")
         pairs = zip(numpy.random.get_state(), self._numpy, strict=True)
         if type(numpy_random()) not in restored and not all(numpy.array_equal(*pair) for pair in pairs):
-            found.append("numpy.random")
+            sources.append("numpy.random")
         known = (torch.default_generator, *_C.Parameters(block).generators)
         if not all(_is_among(known, generator) for generator in generators):
-            found.append("a generator that is in no attribute of a module")
-        return f"it draws from {' and '.join(found)}, which a rerun would go on with" if found else None
+            sources.append("a generator that is in no attribute of a module")
+        return f"it draws from {' and '.join(sources)}, which a rerun would go on with" if sources else None
 
 
 def _is_among(known: Sequence[torch.Generator], generator: torch.Generator) -> bool:
     """Return whether a generator is one of these: operators get other Python objects for the same one."""
-    others = [each for each in known if each.device == generator.device]
-    seeds = {each.initial_seed() for each in others}
+    others = [candidate for candidate in known if candidate.device == generator.device]
+    seeds = {candidate.initial_seed() for candidate in others}
     state, seed = generator.get_state(), next(number for number in itertools.count() if number not in seeds)
     generator.manual_seed(seed)
     try:
-        return any(each.initial_seed() == seed for each in others)
+        return any(candidate.initial_seed() == seed for candidate in others)
     finally:
         generator.set_state(state)

@@ -56,13 +56,13 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
     stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
     modules = [None if name is None else model.get_submodule(name) for name in plan.blocks]
-    calls = [_as_measured(_settings(*each), module) for each, module in zip(stack, modules, strict=True)]
+    calls = [_as_measured(_settings(*entry), module) for entry, module in zip(stack, modules, strict=True)]
     calls = _within_windows(calls, plan)
-    found: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
+    by_name: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
     for name, one in zip(plan.blocks, calls, strict=True):
         if name is not None:
-            found[name] += (one,)
-    return {name: each[0] if len(each) == 1 else (*each, UNPLANNED) for name, each in found.items()}
+            by_name[name] += (one,)
+    return {name: entry[0] if len(entry) == 1 else (*entry, UNPLANNED) for name, entry in by_name.items()}
 
 
 def use_settings(forwards: Mapping[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
@@ -71,11 +71,11 @@ def use_settings(forwards: Mapping[str, CheckpointedForward], settings: Mapping[
         forward.use(settings.get(name, UNPLANNED if settings else RECOMPUTE))
 
 
-def _as_measured(found: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
+def _as_measured(settings: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
     """Return how a block runs, without a key-value cache even if it drops nothing: later blocks share the cache."""
-    if "is_plain" in found and block is not None and is_checkpointing_layer(block):
-        return {**found, "drops_caches": True}
-    return found
+    if "is_plain" in settings and block is not None and is_checkpointing_layer(block):
+        return {**settings, "drops_caches": True}
+    return settings
 
 
 def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
@@ -84,8 +84,8 @@ def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, A
     assert plan.blocks is not None
     last = max(number for number, name in enumerate(plan.blocks) if name is not None)
     return [
-        {**found, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
-        for number, (found, windows, own_bytes) in enumerate(
+        {**block_settings, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
+        for number, (block_settings, windows, own_bytes) in enumerate(
             zip(calls, plan.windows, offloaded_bytes(plan), strict=True)
         )
     ]

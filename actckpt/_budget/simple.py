@@ -82,14 +82,14 @@ def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool,
     plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun)
     costs, largest_bytes = plan.costs, max(offloaded_bytes(plan))
     plan = dataclasses.replace(plan, max_inflight=math.ceil(largest_bytes))  # backward reads one block ahead
-    found = simulate(with_drained(costs) if largest_bytes else costs, plan)
+    simulated = simulate(with_drained(costs) if largest_bytes else costs, plan)
     return with_windows(
         dataclasses.replace(
             plan,
-            recompute_seconds=found.recompute_seconds,
-            write_wait_seconds=found.write_wait_seconds,
-            read_wait_seconds=found.read_wait_seconds,
+            recompute_seconds=simulated.recompute_seconds,
+            write_wait_seconds=simulated.write_wait_seconds,
+            read_wait_seconds=simulated.read_wait_seconds,
             bound_seconds=0.0,
-            peak_bytes=found.peak_bytes,
+            peak_bytes=simulated.peak_bytes,
         )
     )

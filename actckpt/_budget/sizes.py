@@ -133,10 +133,10 @@ def _free_bytes(device: torch.device, budget: object) -> float:
 
 
 def _memory_info(accelerator: Accelerator, device: torch.device, budget: object) -> tuple[int, int]:
-    found = accelerator.memory_info(device)
-    if found is None:
+    memory = accelerator.memory_info(device)
+    if memory is None:
         raise ValueError(
             f"budget={budget!r} needs to know how much memory {device} has, and torch does not tell. Pass a text like "
             "'24GiB'."
         )
-    return found
+    return memory

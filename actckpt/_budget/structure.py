@@ -197,13 +197,13 @@ class BlockStructure:
         wanted = self._leading_to_saved()
         always = self.bytes_held()
         offloadable = not always and self._may_move(self.input_bytes)
-        found = [Value(BLOCK_INPUT, self.input_bytes + always, offloadable=offloadable, replayable=False)]
+        values = [Value(BLOCK_INPUT, self.input_bytes + always, offloadable=offloadable, replayable=False)]
         lost: set[str] = set()  # neither kept nor recomputable
         for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
                 info = self._info(made)
                 replayable = made.replayable and (info is None or info.replayable)
-                inputs = tuple(dict.fromkeys(self._name(each) for each in made.inputs if id(each) in wanted))
+                inputs = tuple(dict.fromkeys(self._name(source) for source in made.inputs if id(source) in wanted))
                 inputs = (BLOCK_INPUT, *inputs) if made.reads_input else inputs
                 name = self._name(made)
                 replayable = replayable and lost.isdisjoint(inputs)
@@ -211,8 +211,8 @@ class BlockStructure:
                     lost.add(name)
                 nbytes = 0 if made.is_cached or (made.is_held and info is not None) else made.nbytes
                 may_move = info is not None and self._may_move(nbytes)
-                found.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
-        return tuple(found)
+                values.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
+        return tuple(values)
 
     def seconds(self) -> dict[str, float]:
         """Return the time of making each value, by all of its places."""
@@ -307,18 +307,18 @@ class _Graph(ObservingMode):
         if is_paused():  # the recorder's own operators: checksums
             return func(*args, **(kwargs or {}))
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
-        given = (*args, *(kwargs or {}).values())
-        self._structure.generators.update((id(each), each) for each in given if isinstance(each, torch.Generator))
+        arguments = (*args, *(kwargs or {}).values())
+        self._structure.generators.update((id(item), item) for item in arguments if isinstance(item, torch.Generator))
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
-        self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
+        self._structure.written.update((id(item), item) for item in written if self._known(item) is None)
         place = self._place(func)
         start = devices.moment(self._structure.device)
         result = func(*args, **(kwargs or {}))
         seconds = devices.seconds_between(start, devices.moment(self._structure.device))
-        read = [found for storage in before.values() if (found := self._known(storage)) is not None]
+        read = [known for storage in before.values() if (known := self._known(storage)) is not None]
         reads_input = self._structure.input is not None and id(self._structure.input()) in before
         results = result if isinstance(result, (tuple, list)) else (result,)
-        new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
+        new = {index: storage for index, item in enumerate(results) for storage in storages_of(item)}
         new = {index: storage for index, storage in new.items() if id(storage) not in before}
         if place is None:
             return result
@@ -362,8 +362,8 @@ class _Graph(ObservingMode):
                 reference,
                 reads_input=reads_input,
             )
-            for each in read:
-                each.is_read = True
+            for source in read:
+                source.is_read = True
             self._num_made += 1
             self._by_storage[id(storage)] = made
             self._structure.note_made(made)
@@ -373,7 +373,7 @@ class _Graph(ObservingMode):
     ) -> None:
         """Record an in-place operator: its first argument is what it writes to."""
         written = next(
-            (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
+            (known for storage in storages_of(args[:1]) if (known := self._known(storage)) is not None), None
         )
         if written is None:
             return

@@ -144,9 +144,9 @@ def _in_turns(timed: Sequence[Callable[[], tuple[_Span, ...]]]) -> list[tuple[_S
     turns: list[list[tuple[_Span, ...]]] = []
     spent_s = 0.0
     while len(turns) < _LEAST_TIMED or (len(turns) < _MOST_TIMED and spent_s < _TIMED_S):
-        turns.append([each() for each in timed])
+        turns.append([measure() for measure in timed])
         spent_s += sum(span.seconds for spans in turns[-1] for span in spans)
-    return [tuple(map(_least, zip(*found, strict=True))) for found in zip(*turns, strict=True)]
+    return [tuple(map(_least, zip(*rounds, strict=True))) for rounds in zip(*turns, strict=True)]
 
 
 class _Span(NamedTuple):

@@ -39,11 +39,11 @@ def slow(who: str, what: str) -> Iterator[Callable[[str], None]]:
     under_way, ended = [what], threading.Event()
 
     def tell() -> None:
-        told = None
+        printed = None
         while not ended.wait(_QUIET_SECONDS):
-            if told != under_way[0]:
-                told = under_way[0]
-                print(f"{who}: {told} ...", file=sys.stderr, flush=True)
+            if printed != under_way[0]:
+                printed = under_way[0]
+                print(f"{who}: {printed} ...", file=sys.stderr, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
@@ -79,7 +79,7 @@ def reason(error: Exception) -> str:
 def as_options(text: str) -> str:
     """Return an error's text about budgets with options instead of keywords."""
     return re.sub(
-        r"(?<![\w-])(activation_)?budget=", lambda found: f"--{(found[1] or '').replace('_', '-')}budget ", text
+        r"(?<![\w-])(activation_)?budget=", lambda match: f"--{(match[1] or '').replace('_', '-')}budget ", text
     )
 
 
@@ -105,10 +105,10 @@ def not_read(words: Iterable[str], known: Iterable[str]) -> str:
 
 def explained_choice(message: str) -> str:
     """Add the nearest choice to argparse's text about an unknown one."""
-    found = re.search(r"invalid choice: '?([^'\s]+)'? \(choose from (.*)\)", message)
-    if found is None:
+    match = re.search(r"invalid choice: '?([^'\s]+)'? \(choose from (.*)\)", message)
+    if match is None:
         return message
-    return message + did_you_mean([found[1]], re.findall(r"[\w-]+", found[2]))
+    return message + did_you_mean([match[1]], re.findall(r"[\w-]+", match[2]))
 
 
 def unexpected(error: BaseException, path: str) -> str | None:

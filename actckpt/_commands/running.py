@@ -38,11 +38,11 @@ def budget_of(args: argparse.Namespace) -> dict[str, float | str]:
     Raises:
         ValueError: there are two.
     """
-    given = {name: getattr(args, name) for name in ("budget", "activation_budget") if getattr(args, name) is not None}
-    if len(given) == 2:
+    budgets = {name: getattr(args, name) for name in ("budget", "activation_budget") if getattr(args, name) is not None}
+    if len(budgets) == 2:
         raise ValueError("--budget and --activation-budget are both given. Pass one of them.")
-    share = number_in(given.get("budget", ""))
-    return {"budget": share} if share is not None and 0 < share <= 1 else given
+    share = number_in(budgets.get("budget", ""))
+    return {"budget": share} if share is not None and 0 < share <= 1 else budgets
 
 
 class Training:

@@ -62,7 +62,7 @@ def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
     """Make a command with a `file` exit with one line if an argument or the file is invalid, or if no plan fits."""
 
     @functools.wraps(run)
-    def told(args: argparse.Namespace) -> int:
+    def run_in_one_line(args: argparse.Namespace) -> int:
         try:
             return run(args)
         except BrokenPipeError:
@@ -78,7 +78,7 @@ def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
             fail: Callable[[str], NoReturn] = args.parser.error
             fail(raised or as_options(reason(error)).replace("optimizer=...", "by optimizer(model) in the script"))
 
-    return told
+    return run_in_one_line
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
@@ -87,11 +87,11 @@ def sizes_of(args: argparse.Namespace) -> dict[str, int]:
     Raises:
         ValueError: a size is below 1.
     """
-    given = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name) is not None}
-    for name, size in given.items():
+    sizes = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name) is not None}
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"--{name} is {size}, but must be at least 1.")
-    return given
+    return sizes
 
 
 class Script:
@@ -212,9 +212,9 @@ def policies_of(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.policy is None:
         return None
     known = default_policies(offloads=True)
-    given = dict.fromkeys(args.policy)
-    given.pop(PLAIN, None)  # always has a row
-    return {name: known[name] if name in known else _policy(name) for name in given}
+    names = dict.fromkeys(args.policy)
+    names.pop(PLAIN, None)  # always has a row
+    return {name: known[name] if name in known else _policy(name) for name in names}
 
 
 def _policy(name: str) -> Any:

@@ -79,7 +79,7 @@ def compiled_checkpoint(
 
 def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict[str, Any]:
     """Return keyword arguments for torch's checkpoint that the compiler, or an older torch, may not accept."""
-    given: dict[str, Any] = {}
+    passed: dict[str, Any] = {}
     respects_hooks = options.respect_saved_tensors_hooks
     if respects_hooks is not None:
         if "respect_saved_tensors_hooks" not in TORCH_PARAMETERS:
@@ -87,12 +87,12 @@ def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict
                 f"checkpoint: respect_saved_tensors_hooks={respects_hooks} cannot be honoured under "
                 f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
             )
-        given["respect_saved_tensors_hooks"] = respects_hooks
+        passed["respect_saved_tensors_hooks"] = respects_hooks
     if context_fn is not noop_context_fn:
-        given["context_fn"] = context_fn
+        passed["context_fn"] = context_fn
     if options.debug:
-        given["debug"] = True
-    return given
+        passed["debug"] = True
+    return passed
 
 
 def why_eager(options: CheckpointOptions) -> str:

@@ -208,10 +208,10 @@ class Accelerator:
             if self.current_index() is None:
                 return ()
             self._unused = list(range(self.device_count())) if self._has("device_count") else []
-        found = [index for index in self._unused if self.is_used(index)] if self._unused else ()
-        if found:
-            self._unused = [index for index in self._unused if index not in found]
-            made = (*self._used_generators, *map(self.generator_at, found))
+        new = [index for index in self._unused if self.is_used(index)] if self._unused else ()
+        if new:
+            self._unused = [index for index in self._unused if index not in new]
+            made = (*self._used_generators, *map(self.generator_at, new))
             self._used_generators = tuple(dict.fromkeys(generator for generator in made if generator is not None))
         return self._used_generators
 

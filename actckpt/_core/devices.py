@@ -56,12 +56,12 @@ _accelerators: dict[str, Accelerator] = {}
 
 def accelerator_of(device_type: str) -> Accelerator | None:
     """Return the accelerator for a device type; None for the CPU and for types that torch counts as no accelerator."""
-    found = _accelerators.get(device_type)
-    if found is None and device_type not in ("cpu", "meta"):
+    accelerator = _accelerators.get(device_type)
+    if accelerator is None and device_type not in ("cpu", "meta"):
         own = torch_private.current_accelerator()
         if own is not None and own.type == device_type:
-            found = _accelerators[device_type] = Cuda() if device_type == "cuda" else Accelerator(device_type)
-    return found
+            accelerator = _accelerators[device_type] = Cuda() if device_type == "cuda" else Accelerator(device_type)
+    return accelerator
 
 
 def register(accelerator: Accelerator) -> Callable[[], None]:

@@ -220,7 +220,7 @@ def input_changed(place: str, how: str, tensor: Tensor | None = None, before: in
 
 def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
     """Return the error for a parameter that changed since the forward; `now` is -1 if it is another tensor."""
-    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
+    name = next((name for name, other in module.named_parameters() if other is parameter), "?")
     how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
     if parameter.is_inference() and now == before:
         how = "is an inference tensor with other bytes than it had"

@@ -126,8 +126,8 @@ def _exchange(modes: Modes) -> Modes:
 
 def _active() -> Modes:
     """Return the active modes of this thread, without torch's infrastructure."""
-    found = map(torch_private.dispatch_mode_at, range(torch_private.num_dispatch_modes()))
-    return tuple([mode for mode in found if not mode.is_infra_mode()])
+    modes = map(torch_private.dispatch_mode_at, range(torch_private.num_dispatch_modes()))
+    return tuple([mode for mode in modes if not mode.is_infra_mode()])
 
 
 def _put(modes: Modes) -> None:

@@ -81,7 +81,7 @@ def _of_elements() -> list[Setting]:
 def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
     get, warns = torch_settings.must_be_deterministic, torch_settings.nondeterminism_warns
     set_both = torch_settings.set_deterministic
-    found = [
+    settings = [
         Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
         Setting("deterministic_algorithms", get, (), lambda value: set_both(value, warn_only=warns())),
         Setting("deterministic_algorithms_warn_only", warns, (), lambda value: set_both(get(), warn_only=value)),
@@ -93,10 +93,10 @@ def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
         ),
     ]
     if on_cuda:
-        found += [*_settings(torch_settings.flags_of_cuda), *_precision_settings("cuda")]
+        settings += [*_settings(torch_settings.flags_of_cuda), *_precision_settings("cuda")]
     if on_hip:
-        found += _settings(torch_settings.flags_of_hip)
-    return found
+        settings += _settings(torch_settings.flags_of_hip)
+    return settings
 
 
 def _settings(flags: tuple[Flag, ...]) -> list[Setting]:
@@ -171,8 +171,8 @@ def _set_precision(pair: tuple[str, str], value: str) -> None:
 
 
 def _matmul_precision(precisions: Precisions) -> str:
-    found = precisions["mkldnn", "matmul"], precisions["cuda", "matmul"]
-    return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+    matmul = precisions["mkldnn", "matmul"], precisions["cuda", "matmul"]
+    return "medium" if "bf16" in matmul else "high" if "tf32" in matmul else "highest"
 
 
 #: The values of the older settings that agree with given precisions.

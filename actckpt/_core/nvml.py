@@ -44,7 +44,7 @@ def facts_of(uuid: str) -> GpuFacts | None:
         return None
     nvml: Any = pynvml
 
-    def told(ask: Callable[..., Any], *args: Any) -> Any:
+    def query(ask: Callable[..., Any], *args: Any) -> Any:
         try:
             return ask(*args)
         except nvml.NVMLError:  # unknown, unsupported, or the library is too old
@@ -55,21 +55,21 @@ def facts_of(uuid: str) -> GpuFacts | None:
     except nvml.NVMLError:  # no driver
         return None
     try:
-        handles = (told(nvml.nvmlDeviceGetHandleByUUID, name) for name in _names_of(uuid))
-        handle = next((found for found in handles if found is not None), None)
+        handles = (query(nvml.nvmlDeviceGetHandleByUUID, name) for name in _names_of(uuid))
+        handle = next((candidate for candidate in handles if candidate is not None), None)
         if handle is None:
             return None
-        memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
-        nodes = told(nvml.nvmlDeviceGetMemoryAffinity, handle, _NODE_WORDS, nvml.NVML_AFFINITY_SCOPE_NODE)
+        memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+        nodes = query(nvml.nvmlDeviceGetMemoryAffinity, handle, _NODE_WORDS, nvml.NVML_AFFINITY_SCOPE_NODE)
         return GpuFacts(
             free_bytes=None if memory is None else int(memory.free),
             total_bytes=None if memory is None else int(memory.total),
-            link_generation=told(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            link_width=told(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            link_generation=query(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            link_width=query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             numa_node=None if nodes is None else _first_bit(nodes),
         )
     finally:
-        told(nvml.nvmlShutdown)
+        query(nvml.nvmlShutdown)
 
 
 def _names_of(uuid: str) -> tuple[str, ...]:

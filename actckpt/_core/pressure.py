@@ -55,12 +55,12 @@ def release(nbytes: int) -> dict[str, int]:
     Returns:
         The bytes released by each holder that was asked, by name, in order.
     """
-    given: dict[str, int] = {}
+    released: dict[str, int] = {}
     missing = nbytes
     for name in ORDER:
         if missing <= 0:
             break
         if name in _holders:
-            given[name] = _holders[name](missing)
-            missing -= given[name]
-    return given
+            released[name] = _holders[name](missing)
+            missing -= released[name]
+    return released

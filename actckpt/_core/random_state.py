@@ -100,9 +100,9 @@ def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
             f"checkpoint: rng_trackers={get_trackers!r}. Pass a list of functions that return trackers, for example "
             "[get_cuda_rng_tracker], not their results."
         )
-    found = [extension.tracker() for extension in extensions.around_regions]
-    found += [get_tracker() for get_tracker in get_trackers]
-    return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
+    trackers = [extension.tracker() for extension in extensions.around_regions]
+    trackers += [get_tracker() for get_tracker in get_trackers]
+    return list({id(tracker): tracker for tracker in trackers if tracker is not None}.values())
 
 
 def tracker_states() -> "list[TrackerState]":
@@ -201,9 +201,9 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def generators_of_devices(found: Iterable[torch.device]) -> tuple[Generator, ...]:
+def generators_of_devices(of_devices: Iterable[torch.device]) -> tuple[Generator, ...]:
     """Return the default generators of the CPU and of these devices, without repeats."""
-    generators = [torch.default_generator, *(devices.generator_of(device) for device in found)]
+    generators = [torch.default_generator, *(devices.generator_of(device) for device in of_devices)]
     return tuple(dict.fromkeys(generator for generator in generators if generator is not None))
 
 

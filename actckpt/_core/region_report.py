@@ -195,18 +195,18 @@ class Figures:
 def explained(entries: list[Entry], tensor: Tensor) -> str:
     """Return why a tensor got its action."""
     storage = tensor.untyped_storage()
-    found = [entry for entry in entries if entry.storage() is storage]
-    if not found and tensor.is_leaf and tensor.requires_grad:
+    matching = [entry for entry in entries if entry.storage() is storage]
+    if not matching and tensor.is_leaf and tensor.requires_grad:
         return (
             f"Tensor of shape {tuple(tensor.shape)}: a leaf that requires grad, as parameters are. It stays: somebody "
             "else holds it anyway."
         )
-    if not found:
+    if not matching:
         return (
             f"Tensor of shape {tuple(tensor.shape)}: autograd did not save it in this region, so nothing is held on "
             "its account."
         )
-    return "\n".join(_explained_one(entry) for entry in found)
+    return "\n".join(_explained_one(entry) for entry in matching)
 
 
 def _explained_one(entry: Entry) -> str:

@@ -78,10 +78,10 @@ def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
 
 
 def _autocast_state() -> tuple[Any, ...] | None:
-    found = tuple(_autocast_of(device_type) for device_type in devices.autocast_types())
-    if not any(enabled for _, enabled, _ in found):
+    states = tuple(_autocast_of(device_type) for device_type in devices.autocast_types())
+    if not any(enabled for _, enabled, _ in states):
         return None
-    return (*found, torch.is_autocast_cache_enabled())
+    return (*states, torch.is_autocast_cache_enabled())
 
 
 @contextmanager
@@ -91,9 +91,9 @@ def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
         with without_autocast():
             yield
         return
-    *found, cache = state
+    *states, cache = state
     with ExitStack() as stack:
-        for of_device in found:
+        for of_device in states:
             device_type, enabled, dtype = of_device
             if device_type == "cpu" or of_device != _autocast_of(device_type):  # a device may have no autocast
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache))

@@ -56,7 +56,7 @@ class Step:
         def look(*_: object) -> None:
             nonlocal has_gradients
             now = self._gradients()
-            has_gradients = has_gradients or (now != before and any(found != _NO_GRADIENT for found in now))
+            has_gradients = has_gradients or (now != before and any(gradient != _NO_GRADIENT for gradient in now))
 
         handle = register_optimizer_step_pre_hook(look)  # the step may set them to None afterwards
         try:
@@ -76,16 +76,16 @@ class Step:
             raise
 
     def _gradients(self) -> list[tuple[int, int]]:
-        found = (parameter.grad for parameter in self._model.parameters())
-        return [_NO_GRADIENT if grad is None else (id(grad), version_of(grad)) for grad in found]
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        return [_NO_GRADIENT if grad is None else (id(grad), version_of(grad)) for grad in gradients]
 
-    def check_gradients(self, found: bool) -> None:
+    def check_gradients(self, has_gradients: bool) -> None:
         """Raise if the step left no gradients.
 
         Raises:
             ValueError: says why, and what to do.
         """
-        if not found:
+        if not has_gradients:
             raise ValueError(
                 f"{self._who}: the step left no gradients in the {sum(1 for _ in self._model.parameters())} parameters "
                 f"of {type(self._model).__name__}. Pass one that runs forward and backward of this model.{self.hint()}"

@@ -28,10 +28,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> bytes:
-    found = hashlib.sha256()
+    hash_ = hashlib.sha256()
     for part in plain_parts(tensor.detach()):
-        found.update(_bits(part.cpu()).numpy().data)
-    return found.digest()
+        hash_.update(_bits(part.cpu()).numpy().data)
+    return hash_.digest()
 
 
 class _Held:
@@ -116,7 +116,7 @@ class TrainingState:
         self._optimizers = [_HeldOptimizer(optimizer) for optimizer in optimizers]
         self._trained = trained_by(optimizers)
         self._random = random_state()
-        self._generators = [(found, found.get_state()) for found in _C.Parameters(model).generators]
+        self._generators = [(generator, generator.get_state()) for generator in _C.Parameters(model).generators]
 
     @contextmanager
     def checked(self, who: str) -> Iterator[None]:
@@ -169,8 +169,8 @@ class TrainingState:
         for optimizer in self._optimizers:
             optimizer.put_back()
         set_random_state(self._random)
-        for generator, found in self._generators:
-            generator.set_state(found)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def random_state() -> tuple[Any, ...]:

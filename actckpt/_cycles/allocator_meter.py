@@ -79,20 +79,20 @@ _observers: dict[int, weakref.ref[_Observer]] = {}
 
 
 def _observers_of(device: torch.device) -> list[_Observer]:
-    found = [ref() for ref in list(_observers.values())]
-    return [each for each in found if each is not None and each.device == device]
+    observers = [ref() for ref in list(_observers.values())]
+    return [observer for observer in observers if observer is not None and observer.device == device]
 
 
 def _see(device: torch.device) -> None:
-    for each in _observers_of(device):
-        each.see()
+    for observer in _observers_of(device):
+        observer.see()
 
 
 def _start_again(allocator: devices.Accelerator, device: torch.device) -> int:
     """Reset the peak; return the live bytes."""
     live_bytes = allocator.reset_peak(device, waits=False)
-    for each in _observers_of(device):
-        each.started_again()
+    for observer in _observers_of(device):
+        observer.started_again()
     return live_bytes
 
 
@@ -107,14 +107,14 @@ class AllocatorMeter(_Observer):
         older: Iterable[Older],
     ) -> None:
         super().__init__(allocator, device, parameters, older)
-        self._without_gradient = {id(each) for each in parameters if each.grad is None}
+        self._without_gradient = {id(parameter) for parameter in parameters if parameter.grad is None}
         #: Bytes of gradients accumulated in this cycle: now, and at the last event.
         self._gradient_bytes = self._noted_gradient_bytes = 0
         #: The peak since the last event, and the nesting depth of `muted`.
         self._peak_bytes = self._num_muted = 0
         # Autograd holds these where no garbage collector sees them, and the meter holds the parameters.
         accumulated = weakref.WeakMethod(self._accumulated)
-        self._hooks = [each.register_post_accumulate_grad_hook(_calling(accumulated)) for each in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(_calling(accumulated)) for parameter in parameters]
         _see(device)
         inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
         self._base_bytes = _start_again(allocator, device) - inflight_bytes
@@ -219,7 +219,7 @@ class RisenPeak(_Observer):
         self._known_bytes = 0
 
     def _bytes_of_gradients(self) -> int:
-        return _bytes_of([each.grad for each in self._parameters])
+        return _bytes_of([parameter.grad for parameter in self._parameters])
 
     def end(self) -> int:
         """Return how far the peak was above the bytes at the start; 0 if an older peak was higher."""
@@ -245,9 +245,9 @@ def free_older(device: torch.device, *, collects_garbage: bool) -> None:
 
 def _calling(method: weakref.WeakMethod[Any]) -> Callable[[torch.Tensor], None]:
     def hook(tensor: torch.Tensor) -> None:
-        found = method()
-        if found is not None:
-            found(tensor)
+        bound = method()
+        if bound is not None:
+            bound(tensor)
 
     return hook
 
@@ -261,4 +261,4 @@ def watch_of(
 
 
 def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
-    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))
+    return sum(storage.nbytes() for storage in storages_of([tensor for tensor in tensors if tensor is not None]))

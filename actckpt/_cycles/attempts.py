@@ -42,11 +42,11 @@ class Attempts:
 
     def has(self, plan: Plan) -> bool:
         """Whether a plan with the same actions ran."""
-        return any((each.plan.actions, each.plan.rerun) == (plan.actions, plan.rerun) for each in self._all)
+        return any((attempt.plan.actions, attempt.plan.rerun) == (plan.actions, plan.rerun) for attempt in self._all)
 
     def best(self, budget_bytes: float) -> Attempt:
         """Return the fastest attempt that fits, or the smallest if none fits."""
-        fitting = [each for each in self._all if each.peak_bytes <= budget_bytes]
+        fitting = [attempt for attempt in self._all if attempt.peak_bytes <= budget_bytes]
         if fitting:
-            return min(fitting, key=lambda each: each.plan.overhead_seconds)
-        return min(self._all, key=lambda each: each.peak_bytes)
+            return min(fitting, key=lambda attempt: attempt.plan.overhead_seconds)
+        return min(self._all, key=lambda attempt: attempt.peak_bytes)

@@ -24,11 +24,13 @@ class CycleKeys:
 
     def has_gradients(self) -> bool:
         """Return whether parameters have gradients."""
-        return any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
+        return any(
+            parameter is not None and parameter.grad is not None for ref in self._own() for parameter in (ref(),)
+        )
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
         """Return what a forward's part of a plan depends on."""
-        trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
+        trained = bytes(parameter is None or parameter.requires_grad for ref in self._own() for parameter in (ref(),))
         tensors = tuple(
             (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
             for tensor in tensors_in((args, kwargs))

@@ -60,7 +60,7 @@ class CycleModel:
 
     def add(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
         """Add a cycle with the same calls but another order of backwards: plans must fit in each order."""
-        self._rows += [_Row(tuple(cycle.order), each, tuple(blocks)) for each in cycle.segments()]
+        self._rows += [_Row(tuple(cycle.order), segment, tuple(blocks)) for segment in cycle.segments()]
 
     @property
     def num_busy(self) -> int:
@@ -77,8 +77,8 @@ class CycleModel:
         names: dict[BlockClass, str] = {}
         stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
         segments = tuple(self._segment(row, static_bytes) for row in self._rows)
-        found = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
-        return with_block_names(found, [call.block for call in self.calls])
+        table = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
+        return with_block_names(table, [call.block for call in self.calls])
 
     def plain_bytes(self, costs: CostTable) -> float:
         """Return the peak if everything is kept. Casts held by both autocast's cache and blocks count once."""

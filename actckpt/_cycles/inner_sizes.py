@@ -20,11 +20,11 @@ def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]
 
 def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
     """Return, per forward and block, the maximum bytes of each tensor passed to it."""
-    found: dict[tuple[int, str], tuple[float, ...]] = {}
+    most: dict[tuple[int, str], tuple[float, ...]] = {}
     for call in calls:
         key = call.forward, call.block
-        found[key] = _most(found.get(key, ()), call.given)
-    return found
+        most[key] = _most(most.get(key, ()), call.given)
+    return most
 
 
 def total_given(calls: Iterable[Call]) -> float:
@@ -35,8 +35,8 @@ def total_given(calls: Iterable[Call]) -> float:
 def is_larger(calls: Iterable[Call], before: Iterable[Call]) -> bool:
     """Return whether a block gets more bytes in some calls than in earlier ones."""
     known = most_given(before)
-    pairs = ((given, known.get(key, ())) for key, given in most_given(calls).items())
-    return any(now > then for given, past in pairs for now, then in zip(given, past, strict=False))
+    pairs = ((sizes, known.get(key, ())) for key, sizes in most_given(calls).items())
+    return any(now > then for sizes, past in pairs for now, then in zip(sizes, past, strict=False))
 
 
 class LargestCalls:

@@ -201,8 +201,8 @@ class Kind:
 
     def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
         """Return, per block, the maximum bytes of each tensor passed to it in a forward of the measured cycle."""
-        given = {} if self._model is None else most_given(self._model.calls)
-        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
+        sizes = {} if self._model is None else most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in sizes.items() if forward == number}
 
     def grew(self, call: Call) -> bool:
         """A block got more bytes than that; return whether one of the next cycles is measured."""
@@ -274,7 +274,7 @@ class Kind:
         if least is None:
             raise error
         smallest = smallest_budget(costs, least, self._static_bytes)
-        smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
+        smallest = max(smallest, *(kind.least_bytes() for kind in self._others() if kind is not self), 0.0)
         facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
         told = self._solving.told(self._model, error, *facts)
         if self._attempts:  # the observed memory of the smallest plan decides
@@ -359,7 +359,7 @@ class Kind:
         if not self._config.race or self._config.pins or num_ranks() > 1 or not acts:
             return
         candidates = candidates_beside(plan, self._budget_bytes, functools.partial(self._solving.placed, self._model))
-        if sum(each.fits for each in candidates) > 1:
+        if sum(candidate.fits for candidate in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
     def _tried(self, cycle: Cycle) -> None:

@@ -91,7 +91,7 @@ class KnownKinds:
                 if kind.can_be_shared and other.accumulates == key.accumulates and other.forward.holds(key.forward)
             ]
             if larger:
-                return Found(min(larger, key=lambda each: each[0].forward.num_elements)[1], is_smaller=True)
+                return Found(min(larger, key=lambda item: item[0].forward.num_elements)[1], is_smaller=True)
         if not is_full:
             self._kinds[key] = self._make()
         return Found(self._kinds.get(key))

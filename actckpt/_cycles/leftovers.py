@@ -68,7 +68,7 @@ class Leftovers:
     def add(self, cycle: Cycle) -> None:
         """A cycle has ended."""
         meter, before = cycle.meter, self._meters or []
-        self._meters = None if meter is None else [each for each in (*before, meter) if each.left_bytes([])]
+        self._meters = None if meter is None else [other for other in (*before, meter) if other.left_bytes([])]
         self._last_peak_bytes = cycle.peak_bytes
 
     def returned(self, tensors: list[torch.Tensor]) -> None:
@@ -80,5 +80,5 @@ class Leftovers:
         """Return parameters whose gradients do not count toward the budget, and storages from before."""
         if self._config.is_total or not (is_metered or devices.counting(device_of(self._model)) is not None):
             return [], []
-        self._outputs = [each for each in self._outputs if each[0]() is not None]
-        return [each for each in self._model.parameters() if each.requires_grad], [*self._outputs]
+        self._outputs = [item for item in self._outputs if item[0]() is not None]
+        return [item for item in self._model.parameters() if item.requires_grad], [*self._outputs]

@@ -66,9 +66,9 @@ _MOST_FORWARDS = 16
 _MOST_UNREAD = 16
 
 
-def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
+def _ran_larger(training: BudgetLoop | None, name: str, sizes: tuple[float, ...]) -> None:
     if training is not None:  # else the block was copied without its model
-        training.ran_larger(name, given)
+        training.ran_larger(name, sizes)
 
 
 class BudgetLoop:

@@ -129,7 +129,7 @@ class _ModeMeter(LiveStorages):
         """Return a function that maps a number of storages to the live bytes among the first that many."""
         with self._lock:
             self._count_deaths()
-            rows = [(self._orders[key], each.nbytes) for key, each in self._entries.items() if not each.is_gradient]
+            rows = [(self._orders[key], entry.nbytes) for key, entry in self._entries.items() if not entry.is_gradient]
         rows.sort()
         orders = [order for order, _ in rows]
         sums = [*itertools.accumulate((nbytes for _, nbytes in rows), initial=0)]

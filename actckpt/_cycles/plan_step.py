@@ -81,9 +81,9 @@ def _explained(
         yield
     except BlocksError as error:
         unpatch(blocks)
-        found = why_not_run(step, model, blocks, state)
+        reason = why_not_run(step, model, blocks, state)
         patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
-        raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
+        raise BlocksError(f"plan: {reason}" if reason else f"{error}{step.hint()}") from None
 
 
 def _check_calls(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:

@@ -60,15 +60,15 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
         for value in block.costs.values
         if value.name in alive and not value.replayable and value.name not in returned
     ]
-    given, *values = block.costs.values
-    assert given.name == BLOCK_INPUT
+    block_input, *values = block.costs.values
+    assert block_input.name == BLOCK_INPUT
     is_held = block.input is not None and block.input() is not None  # not if replays start from kept values
-    can_leave = may_drop_input and is_held and (given.offloadable or not given.needed)
-    droppable = given.nbytes if can_leave else 0.0
+    can_leave = may_drop_input and is_held and (block_input.offloadable or not block_input.needed)
+    droppable = block_input.nbytes if can_leave else 0.0
     # The input of a block without trained parameters has no bytes: nothing reruns the block.
-    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
-    needed, can_move = (each and droppable > 0 for each in (given.needed, given.offloadable))
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
+    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if block_input.nbytes else 0
+    needed, can_move = (flag and droppable > 0 for flag in (block_input.needed, block_input.offloadable))
+    block_input = dataclasses.replace(block_input, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
 
     def counted(value: Value) -> Value:
         # A value that backward does not read is not free to keep: the recorder may keep a result instead of its inputs.
@@ -80,11 +80,11 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     if rerun_held:  # replays need only the input, reruns all arguments
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
-    costs = dataclasses.replace(block.costs, values=(given, *values), input_bytes=float(block.input_bytes))
+    costs = dataclasses.replace(block.costs, values=(block_input, *values), input_bytes=float(block.input_bytes))
     return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
 
 
 def _reading(value: Value, name: str) -> Value:
     """Return a value that is computed from another input of the block."""
-    inputs = tuple(name if each == BLOCK_INPUT else each for each in value.inputs)
+    inputs = tuple(name if source == BLOCK_INPUT else source for source in value.inputs)
     return dataclasses.replace(value, inputs=inputs)

@@ -174,7 +174,7 @@ class Cycle:
         """Return the segments in time order, with the live block calls of each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        found, cached_bytes = list[Segment](), 0
+        segments, cached_bytes = list[Segment](), 0
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -188,8 +188,8 @@ class Cycle:
             is_timed = event.moment is not None and after.moment is not None
             seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
             figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
-            found.append(Segment(key, call, is_forward, *figures))
-        return found
+            segments.append(Segment(key, call, is_forward, *figures))
+        return segments
 
     def _owners(self) -> tuple[list[tuple[int, bool]], dict[int, int], dict[int, int]]:
         """Return per event the call that runs after it, and per call the events where it becomes alive and dies.

@@ -97,7 +97,7 @@ class Stepper:
         for optimizer in self._optimizers:
             if not optimizer.state:
                 optimizer.step()
-        self.optimizer_bytes = _bytes_of([state for each in self._optimizers for state in each.state.values()])
+        self.optimizer_bytes = _bytes_of([state for one in self._optimizers for state in one.state.values()])
         self._take_stock()
 
     def _note_gradient(self, parameter: Tensor) -> None:
@@ -133,10 +133,10 @@ class Stepper:
         if options is None:
             yield 0
             return
-        given = dict(options)
-        policy = given["policy"] = kernels.policy_for_stand_ins(given["policy"])
-        min_bytes = parse_bytes(given.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
-        names = apply(self._model, **given)
+        keywords = dict(options)
+        policy = keywords["policy"] = kernels.policy_for_stand_ins(keywords["policy"])
+        min_bytes = parse_bytes(keywords.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
+        names = apply(self._model, **keywords)
         with contextlib.ExitStack() as exits:
             exits.callback(remove, self._model)
             if policy == "offload":

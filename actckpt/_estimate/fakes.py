@@ -126,12 +126,12 @@ class Fakes:
         if isinstance(value, Tensor):
             return self.of(value)
         if type(value) in (tuple, list):
-            found = [self.within(each) for each in value]
-            return value if all(map(operator.is_, found, value)) else type(value)(found)
+            items = [self.within(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
         if type(value) is dict:
-            found = [self.within(each) for each in value.values()]
-            is_same = all(map(operator.is_, found, value.values()))
-            return value if is_same else dict(zip(value, found, strict=True))
+            items = [self.within(item) for item in value.values()]
+            is_same = all(map(operator.is_, items, value.values()))
+            return value if is_same else dict(zip(value, items, strict=True))
         return value
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -176,7 +176,9 @@ class Fakes:
             for module in model.modules():
                 held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
                 for tensors in held:
-                    tensors.update({name: None if each is None else self.of(each) for name, each in tensors.items()})
+                    tensors.update(
+                        {name: None if tensor is None else self.of(tensor) for name, tensor in tensors.items()}
+                    )
             for buffer in model.buffers():
                 self._host.discard(id(buffer.untyped_storage()))
             for optimizer in optimizers:
@@ -194,8 +196,8 @@ class Fakes:
 def _held_by(attributes: dict[str, Any]) -> Callable[[], None]:
     """Return a function that restores attributes, and the contents of containers among them."""
     held = dict(attributes)
-    contents = [(each, list(each)) for each in held.values() if type(each) in (list, set, deque)]
-    items = [(each, list(each.items())) for each in held.values() if type(each) in (dict, OrderedDict, defaultdict)]
+    contents = [(value, list(value)) for value in held.values() if type(value) in (list, set, deque)]
+    items = [(value, list(value.items())) for value in held.values() if type(value) in (dict, OrderedDict, defaultdict)]
 
     def put_back() -> None:
         for name in [name for name in attributes if name not in held]:
@@ -223,8 +225,8 @@ class _Redirect(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is torch.device or name == "__get__":  # a fake has the attributes of its tensor, except the version
             return func(*args, **(kwargs or {}))
-        args = tuple(self._fakes.within(each) for each in args)
-        kwargs = {name: self._fakes.within(each) for name, each in (kwargs or {}).items()}
+        args = tuple(self._fakes.within(argument) for argument in args)
+        kwargs = {name: self._fakes.within(argument) for name, argument in (kwargs or {}).items()}
         if func is torch.Tensor.item and self._fakes.updating:
             return 0.5
         if func is torch.Tensor.cuda:
@@ -237,8 +239,8 @@ class _Redirect(TorchFunctionMode):
         moves = func is torch.Tensor.to and any(map(_is_elsewhere, (*args[1:], kwargs.get("device"))))
         if func in torch_private.factories() and kwargs.get("device") is None and not _is_meta_default():
             kwargs["device"] = _CPU
-        args = tuple(_CPU if _is_elsewhere(each) else each for each in args)
-        kwargs = {name: _CPU if _is_elsewhere(each) else each for name, each in kwargs.items()}
+        args = tuple(_CPU if _is_elsewhere(argument) else argument for argument in args)
+        kwargs = {name: _CPU if _is_elsewhere(argument) else argument for name, argument in kwargs.items()}
         if self._stand_ins:
             args = kernels.as_autocast(func, args)
         result = self._stand_ins.get(func, func)(*args, **kwargs)
@@ -264,10 +266,10 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     for inner in module.modules() if recurse else (module,):
         for name, parameter in inner._parameters.items():
             with torch.no_grad():
-                found = parameter if parameter is None else fn(parameter)
-            if parameter is not None and found is not None and found is not parameter:
-                inner._parameters[name] = nn.Parameter(found, requires_grad=parameter.requires_grad)
-        inner._buffers.update({name: None if each is None else fn(each) for name, each in inner._buffers.items()})
+                converted = parameter if parameter is None else fn(parameter)
+            if parameter is not None and converted is not None and converted is not parameter:
+                inner._parameters[name] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+        inner._buffers.update({name: None if buffer is None else fn(buffer) for name, buffer in inner._buffers.items()})
     return module
 
 

@@ -85,7 +85,9 @@ def as_autocast(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a function as GPU autocast would cast them, if autocast is on."""
     if not torch.is_autocast_enabled("cpu") or getattr(func, "__name__", "") not in _FLOAT32_UNDER_AUTOCAST:
         return args
-    return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
+    return tuple(
+        argument.float() if isinstance(argument, Tensor) and _is_half(argument) else argument for argument in args
+    )
 
 
 def _is_half(tensor: Tensor) -> bool:
@@ -95,14 +97,16 @@ def _is_half(tensor: Tensor) -> bool:
 def policy_for_stand_ins(policy: Any) -> Any:
     """Return a policy by operators that names the replacements instead of the target's operators; others unchanged."""
     if isinstance(policy, (list, tuple)):
-        return [*policy, *(found for each in policy if (found := _stand_in(each)) is not None)]
+        return [*policy, *(replacement for op_kept in policy if (replacement := _stand_in(op_kept)) is not None)]
     if isinstance(policy, PerOp):
-        more = {found: action for op, action in policy.actions.items() if (found := _stand_in(op)) is not None}
+        more = {
+            replacement: action for op, action in policy.actions.items() if (replacement := _stand_in(op)) is not None
+        }
         return PerOp({**more, **policy.actions}, policy.default)
     return policy
 
 
 def _stand_in(op: Any) -> Any:
     name = str(op).removeprefix("aten.").partition(".")[0]
-    found = _STANDS_FOR.get(name)
-    return None if found is None else getattr(_aten, found)
+    replacement = _STANDS_FOR.get(name)
+    return None if replacement is None else getattr(_aten, replacement)

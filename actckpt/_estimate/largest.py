@@ -24,15 +24,15 @@ def largest_that_fits(peak: Callable[[int], int], limit: int, *, tolerance: floa
 
     Cost: five evaluations if the peak is linear, else up to two per halving of the interval.
     """
-    found: dict[int, int] = {1: peak(1)}
-    if found[1] > limit:
+    peaks: dict[int, int] = {1: peak(1)}
+    if peaks[1] > limit:
         return 0
     size, gap, num_slow = 2, _MOST, 0
     while True:
-        found[size] = peak(size)
-        fitting = sorted((size, nbytes) for size, nbytes in found.items() if nbytes <= limit)
+        peaks[size] = peak(size)
+        fitting = sorted((size, nbytes) for size, nbytes in peaks.items() if nbytes <= limit)
         fits = fitting[-1]
-        fails = min(((size, nbytes) for size, nbytes in found.items() if nbytes > limit), default=None)
+        fails = min(((size, nbytes) for size, nbytes in peaks.items() if nbytes > limit), default=None)
         step = max(1, int(tolerance * fits[0]))
         if fits[0] == _MOST or (fails is not None and fails[0] - fits[0] <= step):
             return fits[0]

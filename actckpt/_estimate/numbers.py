@@ -77,13 +77,13 @@ class Numbers(ObservingMode):
         packet = getattr(func, "overloadpacket", None)
         if packet is None:  # a higher-order operator
             return func(*args, **kwargs)
-        given = list(tensors_in((args, tuple(kwargs.values()))))
-        if packet in _READS and all(map(self.knows, given)):
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        if packet in _READS and all(map(self.knows, inputs)):
             return _done(self._how(func, args, kwargs, None), {})
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._forget(given)
-        elif all(map(self.knows, given)):
+            self._forget(inputs)
+        elif all(map(self.knows, inputs)):
             self._note(packet, func, args, kwargs, result)
         return result
 
@@ -98,14 +98,14 @@ class Numbers(ObservingMode):
                     self._known[tensor] = how
 
     def _how(self, func: Any, args: Any, kwargs: Any, at: int | None) -> _Made:
-        given = {name: each for name, each in kwargs.items() if name != "pin_memory"}
-        args, given = tree_map_only(Tensor, self._source, (args, given))
-        steps = [each.steps for each in _sources((args, tuple(given.values())))]
-        return _Made(func, args, given, at, 1 + max(steps, default=0))
+        keywords = {name: item for name, item in kwargs.items() if name != "pin_memory"}
+        args, keywords = tree_map_only(Tensor, self._source, (args, keywords))
+        steps = [item.steps for item in _sources((args, tuple(keywords.values())))]
+        return _Made(func, args, keywords, at, 1 + max(steps, default=0))
 
     def _source(self, tensor: Tensor) -> _Made:
-        found: _Made | None = self._known.get(tensor)
-        return _Made(None, tensor, None, None, 0) if found is None else found
+        source: _Made | None = self._known.get(tensor)
+        return _Made(None, tensor, None, None, 0) if source is None else source
 
     def _forget(self, written: list[Tensor]) -> None:
         storages = set(map(id, storages_of(written)))
@@ -127,7 +127,7 @@ def _may_be_known(tensor: Tensor) -> bool:
 def _sources(value: Any) -> list[_Made]:
     if isinstance(value, _Made):
         return [value]
-    return [found for each in value for found in _sources(each)] if isinstance(value, (tuple, list)) else []
+    return [source for item in value for source in _sources(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _done(made: _Made, done: dict[_Made, Any]) -> Any:
@@ -136,7 +136,7 @@ def _done(made: _Made, done: dict[_Made, Any]) -> Any:
         if made.func is None:
             done[made] = torch_private.below_modes(made.args.cpu)
         else:
-            args, kwargs = tree_map_only(_Made, lambda each: _done(each, done), (made.args, made.kwargs))
+            args, kwargs = tree_map_only(_Made, lambda source: _done(source, done), (made.args, made.kwargs))
             result = torch_private.below_modes(made.func, *args, **kwargs)
             done[made] = result if made.at is None else result[made.at]
     return done[made]

@@ -101,16 +101,16 @@ class Clock(ObservingMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         packet = func.overloadpacket
         self.calls[str(packet)] = self.calls.get(str(packet), 0) + 1
-        given, made = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(result))
-        if packet in _EMPTY or _is_view(func, given, made):
+        inputs, made = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(result))
+        if packet in _EMPTY or _is_view(func, inputs, made):
             return
         flops = self._flops(packet, args, kwargs, result)
-        dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in (*made, *inputs) if tensor.is_floating_point()), torch.float32)
         rate = self._target.flops_per_s if dtype.itemsize <= 2 else self._float32_flops_per_s
         rate *= self._share(str(packet))
         # `_foreach_` ones return nothing.
         written = made or list(tensors_in(args[:1] if func._schema.is_mutable else ()))
-        moved = _moved_bytes(packet, given, written)
+        moved = _moved_bytes(packet, inputs, written)
         self.flops += flops
         self.busy_seconds += max(flops / rate, moved / (self._target.memory_bytes_per_s * self._shares.bytes))
 
@@ -124,8 +124,8 @@ class Clock(ObservingMode):
         if formula is None:
             return 0
         at = _CAUSAL_AT.get(packet)
-        given = args if at is None else _with_all_heads(args, query_at=int("backward" in str(packet)))
-        flops = int(formula(*given, **kwargs, out_val=result))
+        arguments = args if at is None else _with_all_heads(args, query_at=int("backward" in str(packet)))
+        flops = int(formula(*arguments, **kwargs, out_val=result))
         return flops // 2 if at is not None and len(args) > at and args[at] else flops
 
     def wait_until(self, seconds: float) -> None:
@@ -138,26 +138,26 @@ def _with_all_heads(args: Any, query_at: int) -> list[Any]:
 
     Grouped-query attention has fewer key heads; formulas of older versions of torch reject those (2.9).
     """
-    given = list(args)
-    num_heads = given[query_at].shape[1]
+    expanded = list(args)
+    num_heads = expanded[query_at].shape[1]
     for at in (query_at + 1, query_at + 2):
-        batch, _, *rest = given[at].shape
-        given[at] = torch.Size([batch, num_heads, *rest])
-    return given
+        batch, _, *rest = expanded[at].shape
+        expanded[at] = torch.Size([batch, num_heads, *rest])
+    return expanded
 
 
-def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+def _is_view(func: Any, inputs: list[Tensor], made: list[Tensor]) -> bool:
     if func._schema.is_mutable:
         return False
-    known = {id(tensor.untyped_storage()) for tensor in given}
+    known = {id(tensor.untyped_storage()) for tensor in inputs}
     return bool(made) and all(id(tensor.untyped_storage()) in known for tensor in made)
 
 
-def _moved_bytes(packet: Any, given: list[Tensor], written: list[Tensor]) -> int:
+def _moved_bytes(packet: Any, inputs: list[Tensor], written: list[Tensor]) -> int:
     nbytes = sum(map(_nbytes, written))
     if packet in _LOOKUPS:
-        return 2 * nbytes + sum(map(_nbytes, given[1:]))
-    return nbytes + sum(map(_nbytes, given[packet in _FILLS :]))
+        return 2 * nbytes + sum(map(_nbytes, inputs[1:]))
+    return nbytes + sum(map(_nbytes, inputs[packet in _FILLS :]))
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -38,13 +38,13 @@ def sums() -> "Counter[str]":
     """Return sums by the field names of `actckpt.Stats`."""
     with _lock:
         total: Counter[str] = Counter()
-        for found in list(_counts.values()):
-            total.update(found if isinstance(found, dict) else _sums_of(found.stats()))
+        for counts in list(_counts.values()):
+            total.update(counts if isinstance(counts, dict) else _sums_of(counts.stats()))
         return total
 
 
 def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
-    found = {
+    sums = {
         "prefetched_reloads": stats.num_prefetched,
         "late_reloads": stats.num_late,
         "stall_seconds": stats.stall_seconds,
@@ -63,4 +63,4 @@ def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
             "kept_busy": stats.num_kept_busy + stats.num_kept_behind,
             "kept_capturing": stats.num_kept_capturing,
         }
-    return found | kept
+    return sums | kept

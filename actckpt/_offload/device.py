@@ -97,10 +97,10 @@ class DeviceStore:
 
     def _tell_of_disk(self) -> None:
         notices.tell_of_disk()
-        found = self.engine.stats()
-        if found.num_failed_writes != self._num_failed:
-            self._num_failed = found.num_failed_writes
-            notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
+        stats = self.engine.stats()
+        if stats.num_failed_writes != self._num_failed:
+            self._num_failed = stats.num_failed_writes
+            notices.tell_of_failed_writes(stats.num_failed_writes, stats.num_full_writes, stats.spill_error)
 
     @untraced
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:
@@ -112,12 +112,12 @@ class DeviceStore:
     @untraced
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
         stream = self.accelerator.stream_handle(device)
-        found = ticket.get(device.index, stream)
-        while found is None:  # another thread may unload between load and get
+        loaded = ticket.get(device.index, stream)
+        while loaded is None:  # another thread may unload between load and get
             buffer = _buffer(nbytes, device)
             ticket.load(device.index, stream, buffer.storage.data_ptr(), buffer, urgent=True)
-            found = ticket.get(device.index, stream)
-        result, record = found
+            loaded = ticket.get(device.index, stream)
+        result, record = loaded
         assert isinstance(result, _C.Bytes)
         if record:
             record_streams(self.accelerator, result, [(device.index, stream)])

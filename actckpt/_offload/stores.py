@@ -92,8 +92,8 @@ def why_none(device_type: str) -> str:
 
 def cpu_store() -> CpuStore | None:
     """Return the store of CPU tensors if it exists and is ours."""
-    found = _stores.get("cpu", (0, None))[1]
-    return found if isinstance(found, CpuStore) else None
+    store = _stores.get("cpu", (0, None))[1]
+    return store if isinstance(store, CpuStore) else None
 
 
 def device_store() -> DeviceStore | None:

@@ -43,9 +43,9 @@ def replay_from_parameters(tape: Tape) -> None:
         return
     for value in tape.holding:
         if value.is_input and not value.is_parameter and value.held is not None and version_of(value.held) == 0:
-            found = _known.get(id(value.held.untyped_storage()))
-            if found is not None and found[0]() is value.held.untyped_storage():
-                _have_replayed(value, found[1])
+            known = _known.get(id(value.held.untyped_storage()))
+            if known is not None and known[0]() is value.held.untyped_storage():
+                _have_replayed(value, known[1])
 
 
 def _have_replayed(value: Value, cast: Step) -> None:

@@ -66,11 +66,11 @@ def is_left_out() -> bool:
 
 
 def _contexts() -> list[_Context]:
-    found = [(each, each()) for each in (*_around,)]
-    for each, context in found:
-        if context is None and each in _around:
-            _around.remove(each)
-    return [context for _, context in found if context is not None]
+    contexts = [(method, method()) for method in (*_around,)]
+    for method, context in contexts:
+        if context is None and method in _around:
+            _around.remove(method)
+    return [context for _, context in contexts if context is not None]
 
 
 def _sum(tensor: Tensor) -> Tensor:

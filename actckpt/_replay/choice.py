@@ -66,15 +66,15 @@ class Table:
         text = str(place)
         if text in self.actions:
             return self.actions[text] is action
-        first = next(((text, found) for text, found in self._selectors.items() if found.has(place)), None)
+        first = next(((text, selector) for text, selector in self._selectors.items() if selector.has(place)), None)
         return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
 
     def nearest(self, text: str) -> str:
         """Return the places or modules nearest to an entry, of those that ran."""
         known: Iterable[str] = self._seen
         if "::" not in text:
-            known = dict.fromkeys(each.partition("::")[0].partition("@")[0] for each in self._seen)
-            if any(each.startswith(f"{text}.") for each in known):
+            known = dict.fromkeys(name.partition("::")[0].partition("@")[0] for name in self._seen)
+            if any(name.startswith(f"{text}.") for name in known):
                 return f"{text}.**"
         return ", ".join(difflib.get_close_matches(text, list(known), n=2, cutoff=0.4)) or "none"
 

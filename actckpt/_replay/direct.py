@@ -29,13 +29,13 @@ _OTHERS = (
 
 def _functions() -> dict[str, Callable[..., Any]]:
     """Return the functions that this torch has, by overload name."""
-    found: dict[str, Callable[..., Any]] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     for name in _OTHERS:
         base = name.partition(".")[0]
-        owner = next((each for each in torch_private.builtin_functions if hasattr(each, base)), None)
+        owner = next((candidate for candidate in torch_private.builtin_functions if hasattr(candidate, base)), None)
         if owner is not None:
-            found[f"aten.{name}"] = getattr(owner, base)
-    return found | {f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0]) for name in _METHODS}
+            functions[f"aten.{name}"] = getattr(owner, base)
+    return functions | {f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0]) for name in _METHODS}
 
 
 #: By overload name.

@@ -74,9 +74,9 @@ def _settings_of(step: Step) -> Iterator[None]:
 def other_bytes_error(value: Value, result: Any) -> ActckptError:
     """Return the error for a replayed result whose geometry differs from the forward's."""
     operator = value.operator if value.step is None else value.step.operator
-    found = f"{result.untyped_storage().nbytes()} bytes" if isinstance(result, Tensor) else "no tensor"
+    actual = f"{result.untyped_storage().nbytes()} bytes" if isinstance(result, Tensor) else "no tensor"
     return ActckptError(
-        f"Replay made other bytes than the forward: a result of {operator.name} has {found}, and {value.nbytes} bytes "
+        f"Replay made other bytes than the forward: a result of {operator.name} has {actual}, and {value.nbytes} bytes "
         "were recorded.\nDoes the operator depend on a global setting that changed? Keep what it makes: add it to "
         "actckpt.configure(opaque=[...])."
     )

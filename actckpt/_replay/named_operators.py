@@ -92,13 +92,13 @@ class Matches:
         packets: dict[Any, list[Any]] = {}
         for op in self.operators:
             packets.setdefault(getattr(op, "overloadpacket", op), []).append(op)
-        found: list[str] = []
+        names: list[str] = []
         for packet, ops in packets.items():
             if hasattr(packet, "overloads") and len(ops) == len(packet.overloads()):
-                found += [] if self.ran.intersection(ops) else [_explained(packet, ops[0])]
+                names += [] if self.ran.intersection(ops) else [_explained(packet, ops[0])]
             else:
-                found += [_explained(op, op) for op in ops if op not in self.ran]
-        return tuple(found)
+                names += [_explained(op, op) for op in ops if op not in self.ran]
+        return tuple(names)
 
 
 def _is_view(op: Any) -> bool:

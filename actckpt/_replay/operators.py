@@ -304,7 +304,7 @@ def _waited(callee: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = callee(*args, **kwargs)
-        return wait(result) if isinstance(result, Tensor) else [wait(each) for each in result]
+        return wait(result) if isinstance(result, Tensor) else [wait(tensor) for tensor in result]
 
     return call
 
@@ -329,7 +329,7 @@ def _routing_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         if "Tensor" in str(argument.type) and not _is_write(argument)
     ]
     routing = _INDICES | {"mask"} if base in _SELECTED_BY_MASK else _INDICES
-    named = tuple(found for found in tensors if found[1] in routing)
+    named = tuple(candidate for candidate in tensors if candidate[1] in routing)
     return named or (tuple(tensors) if _DATA_DEPENDENT.intersection(func.tags) else ())
 
 
@@ -342,7 +342,7 @@ _known: dict[Any, Operator | HigherOrder] = {}
 
 def operator_of(func: Any) -> Operator | HigherOrder:
     """Return the facts about an overload, or about another callable that is dispatched like one."""
-    found = _known.get(func)
-    if found is None:
-        found = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
-    return found
+    operator = _known.get(func)
+    if operator is None:
+        operator = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
+    return operator

@@ -56,7 +56,7 @@ class Reads:
 
 def reads_of(tape: Tape) -> dict[Value, Reads]:
     """Return what replay will read of values that are available when the region closes."""
-    found: dict[Value, Reads] = {}
+    by_value: dict[Value, Reads] = {}
     seen: set[Value] = set()
     pending = [value for value in (reference() for reference in tape.saved) if value is not None and value.is_wanted()]
     while pending:
@@ -66,11 +66,11 @@ def reads_of(tape: Tape) -> dict[Value, Reads]:
         seen.add(value)
         step = value.step
         for window in _windows_in([step.args, *(step.kwargs or {}).values()]):
-            reads = found.setdefault(window.value, Reads())
+            reads = by_value.setdefault(window.value, Reads())
             reads.windows[Geometry.of(window)] = None
             reads.needs_all |= window.value in step.written
         pending.extend(step.inputs)
-    return found
+    return by_value
 
 
 def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
@@ -81,19 +81,19 @@ def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
             yield from _windows_in(argument)
 
 
-def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
+def _pieces(value: Value, reads: Reads, tensor: Tensor) -> list[Geometry]:
     """Return the pieces in which to pack the bytes of a value (Rule 1)."""
-    whole, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
+    whole, every = Geometry.of_tensor(tensor), Geometry.of_bytes(value.nbytes, tensor)
     if value.is_input:
         whole = _in_order(whole)
-    found = list(dict.fromkeys(Geometry.of(window) for window in value.windows()))
+    pieces = list(dict.fromkeys(Geometry.of(window) for window in value.windows()))
     needed = [*reads.windows, every] if reads.needs_all else list(reads.windows)
     missing = [
-        window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in found)
+        window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in pieces)
     ]
-    if missing or not found:
-        found.append(whole if all(whole.covers(window) for window in missing) else every)
-    ranked = sorted(found, key=lambda piece: piece != _in_order(piece))
+    if missing or not pieces:
+        pieces.append(whole if all(whole.covers(window) for window in missing) else every)
+    ranked = sorted(pieces, key=lambda piece: piece != _in_order(piece))
     return [
         piece
         for i, piece in enumerate(ranked)

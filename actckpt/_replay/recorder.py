@@ -146,23 +146,23 @@ def _called(
 
 
 def _values_in(args: Any) -> list[Value]:
-    found = []
+    values = []
     for arg in args:
         if isinstance(arg, Window):
-            found.append(arg.value)
+            values.append(arg.value)
         elif isinstance(arg, list):
-            found.extend(_values_in(arg))
-    return found
+            values.extend(_values_in(arg))
+    return values
 
 
 def _tensors_in(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found.extend(_tensors_in(arg))
-    return found
+            tensors.extend(_tensors_in(arg))
+    return tensors
 
 
 def _written_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -225,21 +225,21 @@ def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[st
     operator = step.operator
     if not (operator.is_random or operator.is_foreign) or devices.is_capturing():
         return None
-    found = [tensor.device for tensor in _tensors_in(args)]
+    of_devices = [tensor.device for tensor in _tensors_in(args)]
     if kwargs.get("device") is not None:
-        found.append(torch.device(kwargs["device"]))
+        of_devices.append(torch.device(kwargs["device"]))
     explicit = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
     if explicit:
         step.random = explicit[0].device, explicit[0].get_state()
         return None
-    found = [device for device in found if device.type not in ("cpu", "meta")]
-    generators = random_state.generators_of_devices(found)
+    of_devices = [device for device in of_devices if device.type not in ("cpu", "meta")]
+    generators = random_state.generators_of_devices(of_devices)
     own = generators[-1]
     if operator.generator_name is not None and isinstance(own, torch.Generator):
         step.random = own.device, own.get_state()
         return None
     if operator.is_foreign:  # may pass its arguments to another device
-        generators = random_state.generators_of_region(found)
+        generators = random_state.generators_of_region(of_devices)
     step.random = random_state.capture(generators)
     tape.swap = _C.current_swap()
     return (generators, [generator.get_state() for generator in generators]) if not operator.is_random else None

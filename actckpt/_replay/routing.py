@@ -33,8 +33,8 @@ def _can_route(tensor: Tensor) -> bool:
 def hold_indices(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
     """Hold the routing tensors of an operator that is about to run."""
     for position, name in operator.routed_by:
-        given = args[position] if position < len(args) else (kwargs or {}).get(name)
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+        argument = args[position] if position < len(args) else (kwargs or {}).get(name)
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(tensor, Tensor):
                 _hold(tape, tensor)
 
@@ -48,7 +48,7 @@ def _hold(tape: Tape, tensor: Tensor) -> None:
         if value is None or value.is_input or not _can_route(tensor) or _is_named(tape, value):
             continue
         made_of = value.step.inputs if value.step is not None else ()
-        pending += [root for each in made_of if (root := _root(tape, each)) is not None]
+        pending += [root for source in made_of if (root := _root(tape, source)) is not None]
         if value.held is None and value.stored is None:
             _keep(tape, value, tensor)
 

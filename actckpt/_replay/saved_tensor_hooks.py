@@ -240,8 +240,8 @@ def _note_backward_inside(tape: Tape) -> None:
 
 
 def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
-    given = _C.latest_alias(value)
-    torch_private.keep_object(given)
+    latest = _C.latest_alias(value)
+    torch_private.keep_object(latest)
     with Paused():
         is_as_recorded = _C.watch(value)
     if not is_as_recorded:
@@ -256,7 +256,7 @@ def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        value.stored = pack_outer(tape, value, given, reads)
+        value.stored = pack_outer(tape, value, latest, reads)
         value.held = None
     else:
         value.held = alias

@@ -38,7 +38,7 @@ def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
     if args is None:
         return
     storage = tensor.untyped_storage()
-    if not any(isinstance(given, Tensor) and strided_storage_of(given) is storage for given in args):
+    if not any(isinstance(argument, Tensor) and strided_storage_of(argument) is storage for argument in args):
         _note(tape, value, COMPILED)
 
 

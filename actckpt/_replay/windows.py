@@ -95,16 +95,16 @@ class _Line:
 
     def retained(self, room: int) -> set[int] | None:
         """Return the values across the cuts and those after the last cut; None if they exceed `room`."""
-        found: set[int] = set()
+        values: set[int] = set()
         start = 0
         while self.asked(start) > room:
             cut = self._cut(start, room)
             if cut is None:
                 return None
-            found |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
+            values |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
             start, room = cut.position, room - cut.nbytes
         rest = itertools.chain.from_iterable(self.made[start:])
-        return found | {value for value, _, _ in rest if value in self.wanted}
+        return values | {value for value, _, _ in rest if value in self.wanted}
 
     def _cut(self, start: int, room: int) -> _Cut | None:
         """Return the next cut after `start`; None if there is no room for one.

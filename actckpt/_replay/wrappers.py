@@ -59,13 +59,13 @@ def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
 
 def witnesses(tape: Tape) -> dict[Value, list[VersionCheck]]:
     """Return subclass version checks for values that back live subclass instances when the region closes."""
-    found: dict[Value, list[VersionCheck]] = {}
+    checks: dict[Value, list[VersionCheck]] = {}
     for seen in (tape.wrappers or {}).values():
         root = seen.root()
         for reference in seen.storages if root is not None else ():
             storage = reference()
             known = tape.storages.get(id(storage))
             if known is not None and known.storage() is storage:
-                found.setdefault(known.value, []).append((seen.root, version_of(root)))
+                checks.setdefault(known.value, []).append((seen.root, version_of(root)))
     tape.wrappers = None
-    return found
+    return checks

@@ -302,9 +302,9 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in([given.get(name) for name in names])
+    return tensors_in([arguments.get(name) for name in names])
 
 
 def tensors_in(value: Any) -> list[Tensor]:

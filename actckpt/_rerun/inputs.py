@@ -151,9 +151,9 @@ class Originals:
         kept = kept | {id(value): _C.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
         self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
-        self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
-        for found in self._tensors if kept else ():
-            found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
+        self._tensors = [item for item in self._tensors if not item.is_global or not item.watched.is_changed()]
+        for item in self._tensors if kept else ():
+            item.watched.hold_instead(kept.get(id(item.watched.tensor), item.watched.tensor))
 
     def restore(self) -> Restored:
         """Return the inputs of one rerun.
@@ -161,13 +161,13 @@ class Originals:
         Raises:
             InputChangedError: an input was changed after the forward.
         """
-        for found in self._tensors:
-            if found.watched.is_changed():
+        for item in self._tensors:
+            if item.watched.is_changed():
                 raise messages.input_changed(
-                    found.place, "was changed in place", found.watched.tensor, found.watched.version
+                    item.place, "was changed in place", item.watched.tensor, item.watched.version
                 )
-            if found.watched.has_other_memory():
-                raise messages.input_changed(found.place, messages.OTHER_MEMORY)
+            if item.watched.has_other_memory():
+                raise messages.input_changed(item.place, messages.OTHER_MEMORY)
         call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
@@ -178,7 +178,7 @@ class Originals:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among function and arguments."""
-        return [found.watched.tensor for found in self._tensors]
+        return [item.watched.tensor for item in self._tensors]
 
 
 class _Rebinding:
@@ -272,13 +272,13 @@ class Inputs:
         if tensors := structure.take_tensors():
             known = {id(tensor) for _, tensor, _ in survey.tensors}
             self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
-            devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
+            devices = (watched.tensor.device for watched in self._object_tensors if not watched.tensor.is_cpu)
             self.devices = list(dict.fromkeys([*survey.devices, *devices]))
         self._add_generators(structure.take_generators())
 
-    def _add_generators(self, found: list[torch.Generator]) -> None:
-        if found:
-            self.generators = list(dict.fromkeys([*self.generators, *found]))
+    def _add_generators(self, generators: list[torch.Generator]) -> None:
+        if generators:
+            self.generators = list(dict.fromkeys([*self.generators, *generators]))
 
     @property
     def is_swapped(self) -> bool:
@@ -326,10 +326,10 @@ class Inputs:
         """
         are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
         are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
-        changed = [found for found in self._object_tensors if found.is_changed() or found.has_other_memory()]
+        changed = [watched for watched in self._object_tensors if watched.is_changed() or watched.has_other_memory()]
         if are_modules_as_found and self._structure.is_empty and not changed:
             return _NOTHING
-        stale = [self._stale(found) for found in changed]
+        stale = [self._stale(watched) for watched in changed]
         return self._swapped(stale, checks=checks)
 
     @contextmanager
@@ -341,12 +341,12 @@ class Inputs:
         ):
             yield
 
-    def _stale(self, found: Watched) -> Stale:
+    def _stale(self, watched: Watched) -> Stale:
         advice = (
             "Change a clone instead, or run backward before changing it. What the function itself changes in place "
             'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
         )
-        return Stale(found.tensor, found.version, self._structure.place_of(found.tensor), advice)
+        return Stale(watched.tensor, watched.version, self._structure.place_of(watched.tensor), advice)
 
 
 _NOTHING = nullcontext()

@@ -130,10 +130,10 @@ class _StaleReads(TorchDispatchMode):
         written = written_tensors(func, args, kwargs)
         written_ids = {id(tensor) for tensor in written}
         read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in written_ids]
-        if (found := self._first_stale(read)) is not None and not _is_view(func):
+        if (stale := self._first_stale(read)) is not None and not _is_view(func):
             # A stale tensor that is only updated in place stays as stale as it was.
             if not written or any(self._first_stale([tensor]) is None for tensor in written):
-                self.error = self.error or _stale_error(found, self._name)
+                self.error = self.error or _stale_error(stale, self._name)
                 raise self.error
         elif func in _OVERWRITE:
             self._freshen(written[0])

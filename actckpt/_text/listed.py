@@ -29,12 +29,12 @@ def listed(names: Iterable[str]) -> str:
             rows[-1][2].extend(numbers)
         else:
             rows.append((head, tail, numbers))
-    found: list[str] = []
+    parts: list[str] = []
     for place, (head, tail, numbers) in enumerate(rows):
         goes_on = place > 0 and bool(numbers) and not tail and rows[place - 1][:2] == (head, tail)
         range_ = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
-        found.append(f"{'' if goes_on else head}{range_}{tail}")
-    return ", ".join(found)
+        parts.append(f"{'' if goes_on else head}{range_}{tail}")
+    return ", ".join(parts)
 
 
 def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
@@ -47,12 +47,12 @@ def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
         [None, 'block', 'block@1']
     """
     calls: Counter[str] = Counter()
-    found: list[str | None] = []
+    names: list[str | None] = []
     for name in blocks:
-        found.append(f"{name}@{calls[name]}" if name is not None and calls[name] else name)
+        names.append(f"{name}@{calls[name]}" if name is not None and calls[name] else name)
         if name is not None:
             calls[name] += 1
-    return found
+    return names
 
 
 def without_call(name: str) -> str:

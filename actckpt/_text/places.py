@@ -155,8 +155,8 @@ class Selector:
 
     def has(self, place: Place) -> bool:
         """Whether a place is in the set."""
-        given = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
-        return all(one in (None, other) for one, other in given) and self.covers(place.module, place.operator)
+        counts = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
+        return all(one in (None, other) for one, other in counts) and self.covers(place.module, place.operator)
 
     def is_of_operator(self, operator: str) -> bool:
         """Whether the text restricts operators, and this is one of them."""
@@ -189,5 +189,5 @@ def _short_names(operator: str) -> tuple[str, str]:
 
 def _without_call(module: str) -> tuple[str, int | None]:
     """Return a module and its call number, None if the text has none."""
-    found = _CALL.fullmatch(module)
-    return (module, None) if found is None else (found["name"], int(found["call"]))
+    match = _CALL.fullmatch(module)
+    return (module, None) if match is None else (match["name"], int(match["call"]))

@@ -72,7 +72,7 @@ def _meant(size: object) -> str:
     unit = match[2]
     units = [f"{prefix}{end}" for prefix in _PREFIXES if unit[:1].upper() == prefix for end in ("iB", "B")]
     units = [unit] if unit.upper() in _UNITS and not _is_bits(unit) else units
-    sizes = [text for each in units if _bytes_in(text := f"{number:.15g}{each}")]
+    sizes = [text for candidate in units if _bytes_in(text := f"{number:.15g}{candidate}")]
     bits = f" {unit!r} are bits." if units and _is_bits(unit) else ""
     return f"{bits} Did you mean {' or '.join(map(repr, sizes))}?" if sizes else bits
 

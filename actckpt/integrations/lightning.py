@@ -44,7 +44,7 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
             more: dict[str, Any] = {} if policy is None else {"policy": policy}
             part = pl_module.get_submodule(module)
             if has_budget(options):
-                more["optimizer"] = [each for each in trainer.optimizers if trains(each, part)]
+                more["optimizer"] = [optimizer for optimizer in trainer.optimizers if trains(optimizer, part)]
             apply(part, **{**more, **options})
             applied.append(part)
 

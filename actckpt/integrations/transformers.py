@@ -25,7 +25,7 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
     """
     from transformers import TrainerCallback
 
-    given = options if policy is None else {"policy": policy, **options}
+    keywords = options if policy is None else {"policy": policy, **options}
 
     class Callback(TrainerCallback):
         is_applied = False
@@ -33,7 +33,7 @@ def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCall
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
             self.on_train_end(model=model)  # an earlier attempt was given up because its batches were too large
             more = {"optimizer": optimizer} if has_budget(options) else {}
-            apply(model, **{**more, **given})
+            apply(model, **{**more, **keywords})
             self.is_applied = True
 
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:

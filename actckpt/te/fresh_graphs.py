@@ -134,7 +134,7 @@ class _FreshRegion:
         leaves, outputs = self._rerun()
         targets = [t for t, is_needed in zip((*leaves, *self.parameters), needed, strict=True) if is_needed]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        found: Iterator[Tensor | None] = iter(())
+        gradients: Iterator[Tensor | None] = iter(())
         if pairs and targets:
             with ExitStack() as stack:
                 stack.enter_context(without_tensor_hooks(self.parameters))
@@ -143,9 +143,9 @@ class _FreshRegion:
                     stack.enter_context(provider.backward(te_state, is_update_due=self._is_update_due))
                 outs, grad_outs = zip(*pairs, strict=True)
                 del pairs, outputs, leaves
-                found = iter(torch.autograd.grad(outs, targets, grad_outs, allow_unused=True))
+                gradients = iter(torch.autograd.grad(outs, targets, grad_outs, allow_unused=True))
         for is_needed in needed:
-            yield next(found, None) if is_needed else None
+            yield next(gradients, None) if is_needed else None
 
     def _rerun(self) -> tuple[list[Tensor], list[Tensor]]:
         function, args, kwargs = self._held.restore()

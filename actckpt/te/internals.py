@@ -154,10 +154,10 @@ class Internals:
             )
 
     def _module(self, name: str) -> ModuleType | None:
-        found = sys.modules.get(f"{PACKAGE}.{name}")
-        if found is None:
+        module = sys.modules.get(f"{PACKAGE}.{name}")
+        if module is None:
             self._missing.append(f"{PACKAGE}.{name}")
-        return found
+        return module
 
     def _name(self, owner: Any, name: str) -> Any:
         if owner is not None and not hasattr(owner, name):
@@ -355,4 +355,4 @@ class Internals:
 
 
 def _with_subclasses(kind: type[Any]) -> list[Any]:
-    return [kind, *(found for below in kind.__subclasses__() for found in _with_subclasses(below))]
+    return [kind, *(subclass for below in kind.__subclasses__() for subclass in _with_subclasses(below))]

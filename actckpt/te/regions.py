@@ -256,13 +256,13 @@ class _ActiveGenerators:
 
 def _added(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:
     """Return the entries that were added to the queues."""
-    found = {}
+    added = {}
     for place, queue in enumerate(queues):
         known = {id(entry) for entry in before[place]} if place < len(before) else set()
         new = [entry for entry in queue if id(entry) not in known]
         if new:
-            found[place] = new
-    return found
+            added[place] = new
+    return added
 
 
 def _gone(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:

@@ -49,10 +49,10 @@ class SplitInput:
                 "initialized. Call torch.distributed.init_process_group() first, or leave the keyword out."
             )
         if not args or type(args[0]) is not Tensor or args[0].layout is not torch.strided:
-            found = type(args[0]).__name__ if args else "no argument"
+            actual = type(args[0]).__name__ if args else "no argument"
             raise ValueError(
                 "te.checkpoint: distribute_saved_activations=True splits the first argument, which must be a dense "
-                f"tensor, and it is {found} here. Pass the tensor first, or leave the keyword out."
+                f"tensor, and it is {actual} here. Pass the tensor first, or leave the keyword out."
             )
         # Weak: the region that holds these hooks must not hold the tensor.
         self._first = weakref.ref(args[0])

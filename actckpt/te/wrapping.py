@@ -176,13 +176,13 @@ def _chosen(
         )
     if isinstance(policy, str):
         return dict.fromkeys(outermost.values(), policy)
-    found: dict[str, ModuleAction] = {}
+    actions: dict[str, ModuleAction] = {}
     for key, action in policy.items():
-        found |= dict.fromkeys(_matching(module, key), action)
-    _check_nesting(found)
-    chosen = {part: found[name] for name, part in module.named_modules() if name in found}
+        actions |= dict.fromkeys(_matching(module, key), action)
+    _check_nesting(actions)
+    chosen = {part: actions[name] for name, part in module.named_modules() if name in actions}
     if retain_graph:
-        covered = tuple(name for name, action in found.items() if action != "keep")
+        covered = tuple(name for name, action in actions.items() if action != "keep")
         chosen |= dict.fromkeys(_uncovered(module, "", covered), "recompute")
     return chosen
 
@@ -245,15 +245,15 @@ def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
     return key in (name, type(module).__name__) or (bool(name) and matches(f"**.{key}", name))
 
 
-def _check_nesting(found: Mapping[str, str]) -> None:
-    for name in found:
+def _check_nesting(actions: Mapping[str, str]) -> None:
+    for name in actions:
         around = [
             other
-            for other, action in found.items()
+            for other, action in actions.items()
             if other != name and action == "recompute" and (not other or name.startswith(f"{other}."))
         ]
         if around:
             raise ValueError(
-                f"te.wrap: {name!r} ({found[name]}) is inside {around[0]!r}, which is recomputed as a whole: its own "
+                f"te.wrap: {name!r} ({actions[name]}) is inside {around[0]!r}, which is recomputed as a whole: its own "
                 "policy would change nothing. Name one of the two."
             )

@@ -71,8 +71,8 @@ def outer_hooks() -> Hooks | None:
 
 def are_on_top(hooks: Hooks | None) -> bool:
     """Whether these hooks are on top of the stack."""
-    found = outer_hooks()
-    return hooks is not None and found is not None and found[0] is hooks[0]
+    top = outer_hooks()
+    return hooks is not None and top is not None and top[0] is hooks[0]
 
 
 @contextmanager
@@ -123,8 +123,8 @@ def gradient_bytes(node: Any, index: int) -> int:
     Unknown are those of nested tensors and of results that are no tensors.
     """
     try:
-        found = node._input_metadata[index]
-        return math.prod(map(int, found.shape)) * int(found.dtype.itemsize)
+        metadata = node._input_metadata[index]
+        return math.prod(map(int, metadata.shape)) * int(metadata.dtype.itemsize)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return 0
 

@@ -41,25 +41,25 @@ def optional(path: str) -> Any:
 
 def reader(path: str) -> Any:
     """Return a function that reads a variable of torch; it raises if torch has no such name."""
-    found = lookup(path)
+    variable = lookup(path)
     owner, _, name = path.rpartition(".")
-    return found if isinstance(found, _Missing) else partial(getattr, needed(owner), name)
+    return variable if isinstance(variable, _Missing) else partial(getattr, needed(owner), name)
 
 
 def needed(path: str) -> Any:
     """Return the object at a dotted path now; raises if torch has no such name."""
-    found: Any = torch
+    target: Any = torch
     known, *names = path.split(".")
     for name in names:
         known += f".{name}"
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError:
             try:
-                found = importlib.import_module(known)
+                target = importlib.import_module(known)
             except ImportError:
                 raise _error(known) from None
-    return found
+    return target
 
 
 def attribute(owner: Any, name: str) -> Any:

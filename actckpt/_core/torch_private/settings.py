@@ -19,12 +19,12 @@ Flag = tuple[str, Callable[[], Any], Callable[[Any], None]]
 
 def _flags(*names: str) -> tuple[Flag, ...]:
     """Return settings by the common suffix of their getters and setters. A missing one is skipped."""
-    found = []
+    flags = []
     for name in names:
         getter, setter = optional(f"torch._C._get_{name}"), optional(f"torch._C._set_{_SETTERS.get(name, name)}")
         if getter is not None and setter is not None:
-            found.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
-    return tuple(found)
+            flags.append((name, getter, partial(_set_at_once, setter) if name in _TELL_SEVERAL else setter))
+    return tuple(flags)
 
 
 def _set_at_once(setter: Callable[..., None], values: Any) -> None:
