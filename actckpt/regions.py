@@ -95,9 +95,9 @@ class region:  # noqa: N801 - used as a function
 
         @functools.wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            opened = region(self._policy, record=self._record)
-            opened._caller = caller_of(func, args, kwargs)
-            with opened:
+            inner = region(self._policy, record=self._record)
+            inner._caller = caller_of(func, args, kwargs)
+            with inner:
                 return func(*args, **kwargs)
 
         return run  # type: ignore[return-value]

@@ -181,7 +181,7 @@ class CheckpointedForward:
         self.planned_size = None
         self._calls = tuple(CallSettings(call) for call in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
-        if all(how.windows is None for how in self._calls):
+        if all(call_settings.windows is None for call_settings in self._calls):
             self.together.limit_windows(None)
 
     def begin(self) -> None:
@@ -194,7 +194,7 @@ class CheckpointedForward:
         """Whether calls in one forward of the model run differently."""
         return len(self._calls) > 1
 
-    def _how(self) -> CallSettings:
+    def _next_call(self) -> CallSettings:
         """Return how the next call runs. Calls without gradients, which save nothing, do not count."""
         if not self.differs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._calls[-1]
@@ -263,36 +263,36 @@ class CheckpointedForward:
         """Run it with its settings."""
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planned_size.check(self.name, self.together.training, (args, kwargs))
-        how = self._how()
-        if how.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        call_settings = self._next_call()
+        if call_settings.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.together.tell_unplanned(self.name)
-        if how.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))
-        return self._run(how, args, kwargs, record)
+        if call_settings.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
+        return self._run(call_settings, args, kwargs, record)
 
     def _run(
-        self, how: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
+        self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
     ) -> Any:
-        if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if call_settings.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, self._plain(), args, kwargs)
             if arguments is None:
                 return self.original()(*args, **kwargs)
             args, kwargs = arguments
-        if how.is_plain:
-            if record is not None and how.held is not None:
-                record.keeps(*how.held)
+        if call_settings.is_plain:
+            if record is not None and call_settings.held is not None:
+                record.keeps(*call_settings.held)
             return self.original()(*args, **kwargs)
-        if how.offloading is not None:
+        if call_settings.offloading is not None:
             # Evaluated inside: torch.compile breaks the graph here. It would turn `self.block.forward` into a bound
             # method that it must carry over, and that is this object.
-            with offload(**how.offloading) as offloading:
+            with offload(**call_settings.offloading) as offloading:
                 if record is not None:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
         matches = None if torch.compiler.is_compiling() else self.together.matches
         figures = None if record is None else record.figures
-        options, is_planned = how.options, how.is_planned
+        options, is_planned = call_settings.options, call_settings.is_planned
         if is_planned and options.offload_inputs:
             exclude_from_offload((args, kwargs))
         inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)

@@ -42,8 +42,8 @@ class BlockCall:
         """Isolate the block for one run of its forward, or of `forward` instead."""
         exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        alone = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
-        with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
+        communication = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
+        with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), communication:
             yield Run(forward or self.forward, args, kwargs, leaves)
 
     def in_region(self, policy: Policy) -> Callable[..., Any]:

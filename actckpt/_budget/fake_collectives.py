@@ -147,14 +147,14 @@ class FakeCollectives(ObservingMode):
         if not _exchanges(func):
             return func(*args, **(kwargs or {}))
         self._exchanges.were_met = True
-        result = _alone(func, args)
+        result = _local_result(func, args)
         for mine, recorded in zip(_received(func, args, result), next(self._integers, ()), strict=False):
             if mine.shape == recorded.shape:
                 mine.copy_(recorded)
         return result
 
 
-def _alone(func: Any, args: tuple[Any, ...]) -> Any:
+def _local_result(func: Any, args: tuple[Any, ...]) -> Any:
     namespace, _, name = func._schema.name.partition("::")
     if namespace == "c10d":  # outputs come first; they are returned unless only a Work is
         returns = [str(returned.type) for returned in func._schema.returns]

@@ -41,10 +41,10 @@ def why_not_run(
     if not idle:
         return ""
     kind, of = type(model).__name__, f"{len(idle)} of {len(blocks)} blocks"
-    if quiet := [name for name in idle if calls[blocks[name]]]:
+    if without_gradients := [name for name in idle if calls[blocks[name]]]:
         return (
-            f"{len(quiet)} of {len(blocks)} blocks ran without gradients in the step (torch.no_grad, "
-            f"torch.inference_mode): {listed(quiet)}. Pass a step that trains: {_STEP}."
+            f"{len(without_gradients)} of {len(blocks)} blocks ran without gradients in the step (torch.no_grad, "
+            f"torch.inference_mode): {listed(without_gradients)}. Pass a step that trains: {_STEP}."
         )
     if calls[model]:
         return (

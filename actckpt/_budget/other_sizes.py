@@ -45,7 +45,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         return None
     ratio, (costs, peaks) = ratios[nearest], nearest
     *known, other = costs.values
-    growth = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
+    factors = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
     offload_s = max(value.offload_s for value in known)
     scaled = [
         dataclasses.replace(
@@ -54,7 +54,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
             offload_s=offload_s * new.offloadable,
             needed=old.needed,
         )
-        for new, old, factor in zip(values, known, growth, strict=True)
+        for new, old, factor in zip(values, known, factors, strict=True)
     ]
     costs = dataclasses.replace(
         costs,
@@ -63,7 +63,7 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         rerun_s=None if costs.rerun_s is None else ratio * costs.rerun_s,
         values=(*scaled, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
     )
-    return BlockProfile(costs, _scaled(peaks, min(growth), max(growth)))
+    return BlockProfile(costs, _scaled(peaks, min(factors), max(factors)))
 
 
 def _scaled(peaks: BlockPeaks, least: float, most: float) -> BlockPeaks:

@@ -47,7 +47,7 @@ from actckpt._budget.compiled_blocks import is_compiled, run_compiled
 from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
-from actckpt._budget.rng_usage import Draws
+from actckpt._budget.rng_usage import RngUsage
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Offloading, Times, fastest
@@ -101,11 +101,11 @@ class Profiler:
             forward: the forward of the block.
         """
         check_wrapped(name, block)
-        with self._alone(name):
+        with self._only_block(name):
             return self._call(name, block, forward, *(without_cache(block, forward, args, kwargs) or (args, kwargs)))
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _only_block(self, name: str) -> Iterator[None]:
         if checkpoint_around() is not None:
             raise BlocksError(
                 f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
@@ -131,11 +131,11 @@ class Profiler:
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock | None]:
         inputs = held_inputs(forward, args, kwargs, None)
-        before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
+        before, rng_used, argument = attributes_of(block), RngUsage(), first_tensor((args, kwargs))
         run = run_compiled if is_compiled(block) else run_recorded
         with self._step():
             result, structure = run(forward, args, kwargs, argument, offloads=self._offloads)
-        drawn = draws.unrestored(block, structure.generators.values())
+        drawn = rng_used.unrestored(block, structure.generators.values())
         inputs.forward_done()
         if structure.is_measured_later:
             return result, None
@@ -308,9 +308,9 @@ def _replaying(values: tuple[Value, ...]) -> list[Policy]:
     Args:
         values: by their places.
     """
-    unread = {value.name: value.nbytes for value in values if not value.needed}
+    unneeded = {value.name: value.nbytes for value in values if not value.needed}
     needed = [value for value in values if value.needed and value.name != BLOCK_INPUT]
-    beside = {value.name: sum(unread.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
+    beside = {value.name: sum(unneeded.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
     most = max(beside, key=beside.__getitem__, default="")
     one = {value.name: Action.RECOMPUTE if value.name == most else Action.KEEP for value in needed}
     return [[], one] if beside.get(most) else [[]]

@@ -12,10 +12,10 @@ import torch
 from actckpt import _C
 from actckpt._core.random_state import known_trackers, numpy_random, python_random
 
-__all__ = ["Draws"]
+__all__ = ["RngUsage"]
 
 
-class Draws:
+class RngUsage:
     """Detects draws from Python's and NumPy's global generators, and from generators passed to operators."""
 
     def __init__(self) -> None:

@@ -118,9 +118,9 @@ def fastest(
     (forward, backward), (recording, replaying), *others = _in_turns(ways)
     rerun_s, offload_s = None, 0.0
     if rerun is not None:
-        *spans, alone = others.pop(0)
+        *spans, rerun_span = others.pop(0)
         longer_s = sum(span.seconds for span in spans) - forward.seconds - backward.seconds
-        rerun_s = min(max(longer_s, alone.seconds), alone.seconds + num_values * _MOST_PER_SAVED_S)
+        rerun_s = min(max(longer_s, rerun_span.seconds), rerun_span.seconds + num_values * _MOST_PER_SAVED_S)
     if offloading is not None:
         pairs = zip((recording, backward), others.pop(), strict=True)
         offload_s = sum(_per_offloaded_s(usual, with_some, offloading) for usual, with_some in pairs)

@@ -131,7 +131,7 @@ def restored(noted: tuple[Any, ...]) -> Iterator[None]:
 def _precisions_in_force(noted: Precisions) -> Iterator[None]:
     get = torch_settings.get_precision
     outside = {pair: get(*pair) for pair in _PRECISIONS}
-    older = {flag: value for flag in torch_settings.older_precisions if (value := _told(flag)) is not None}
+    older = {flag: value for flag in torch_settings.older_precisions if (value := _older_value(flag)) is not None}
     inside = {**outside, **noted}
     try:
         _put_precisions(inside, {flag: _OLDER[flag[0]](inside) for flag in older})
@@ -145,14 +145,14 @@ def _put_precisions(precisions: Precisions, older: Mapping[Flag, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecation warnings
         for flag, value in older.items():
-            if _told(flag) != value:
+            if _older_value(flag) != value:
                 flag[2](value)
     for pair, value in precisions.items():
         if get(*pair) != value:
             _set_precision(pair, value)
 
 
-def _told(flag: Flag) -> Any:
+def _older_value(flag: Flag) -> Any:
     """Return an older precision setting, None if torch refuses to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -27,7 +27,7 @@ class Excesses:
 
     def __init__(self, model: str, budget: str) -> None:
         self._model, self._budget = model, budget
-        self._num, self._is_told = 0, False
+        self._num, self._has_warned = 0, False
 
     def correct(self, risen_bytes: float, plan: Plan | None, is_refused: bool) -> bool:
         """Return whether to correct the plan after a cycle with this peak. Warns once if corrections did not help.
@@ -52,6 +52,6 @@ class Excesses:
             self._warn(peak_bytes)
 
     def _warn(self, peak_bytes: float) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn_user(EXCEEDS.format(self._model, self._budget, format_bytes(peak_bytes)))

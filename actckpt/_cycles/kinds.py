@@ -105,7 +105,7 @@ class Kind:
         #: Whether cycles ran under a plan: no error is raised after that.
         self._has_run = False
         #: Why no plan fits according to the corrected model.
-        self._told: PlanInfeasibleError | None = None
+        self._infeasible_error: PlanInfeasibleError | None = None
 
     @property
     def num_trials_left(self) -> int:
@@ -259,7 +259,7 @@ class Kind:
         self._static_bytes = static_bytes
         costs = self._solving.costs(self._model, static_bytes)
         self._budget_bytes = self._solving.budget_bytes(self._model, costs)
-        self.refused, self._told = "", None
+        self.refused, self._infeasible_error = "", None
         try:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
@@ -276,14 +276,14 @@ class Kind:
         smallest = smallest_budget(costs, least, self._static_bytes)
         smallest = max(smallest, *(kind.least_bytes() for kind in self._others() if kind is not self), 0.0)
         facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
-        told = self._solving.told(self._model, error, *facts)
+        user_error = self._solving.user_error(self._model, error, *facts)
         if self._attempts:  # the observed memory of the smallest plan decides
-            self._told = told
+            self._infeasible_error = user_error
             return self._planned(costs, least)
-        self.refused, self.plan = str(told), None
+        self.refused, self.plan = str(user_error), None
         if self._infeasible.raises(is_late=is_late, has_alternative=False):
-            raise told
-        self._infeasible.warn(told, is_late=is_late)
+            raise user_error
+        self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
 
     def least_bytes(self) -> float:
@@ -319,11 +319,11 @@ class Kind:
         self.stage = "settled"
         if fits:
             self._begin_trials()
-        elif self._told is None:
+        elif self._infeasible_error is None:
             self._excesses.stay(peak_bytes, cycle.device)
         else:
-            self.refused = str(self._told)
-            self._infeasible.warn(self._told, is_late=True)
+            self.refused = str(self._infeasible_error)
+            self._infeasible.warn(self._infeasible_error, is_late=True)
 
     def _stop_offloading(self) -> bool:
         """Stop offloading: something else may hold what it should have freed. Return whether a plan offloaded."""

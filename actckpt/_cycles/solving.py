@@ -78,7 +78,7 @@ class Solving:
         names = tuple(call.block for call in model.calls)
         return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
 
-    def told(
+    def user_error(
         self,
         model: CycleModel,
         error: PlanInfeasibleError,

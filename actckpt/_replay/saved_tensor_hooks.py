@@ -185,7 +185,7 @@ def _close(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
-    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
+    made_of = wrappers.version_checks(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
     if tape.candidates:
         _decide_candidates(tape)

@@ -66,7 +66,7 @@ class _Line:
     #: Bytes made before each position that stay if they fit.
     asked_before: list[int]
     #: Values that stay if they fit.
-    wanted: frozenset[int]
+    optional: frozenset[int]
 
     @classmethod
     def of(cls, graph: ReplayGraph, order: Sequence[int]) -> "_Line":
@@ -104,7 +104,7 @@ class _Line:
             values |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
             start, room = cut.position, room - cut.nbytes
         rest = itertools.chain.from_iterable(self.made[start:])
-        return values | {value for value, _, _ in rest if value in self.wanted}
+        return values | {value for value, _, _ in rest if value in self.optional}
 
     def _cut(self, start: int, room: int) -> _Cut | None:
         """Return the next cut after `start`; None if there is no room for one.

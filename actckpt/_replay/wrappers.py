@@ -19,7 +19,7 @@ from actckpt._replay.aliases import Seen, VersionCheck
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape
 
-__all__ = ["note", "witnesses"]
+__all__ = ["note", "version_checks"]
 
 
 def note(tape: Tape, arguments: Any) -> None:
@@ -57,7 +57,7 @@ def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
         yield storage
 
 
-def witnesses(tape: Tape) -> dict[Value, list[VersionCheck]]:
+def version_checks(tape: Tape) -> dict[Value, list[VersionCheck]]:
     """Return subclass version checks for values that back live subclass instances when the region closes."""
     checks: dict[Value, list[VersionCheck]] = {}
     for seen in (tape.wrappers or {}).values():

@@ -74,13 +74,13 @@ class Stale:
 class _Noted:
     """The buffers of one module."""
 
-    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "marks", "module", "written")
+    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "module", "versions", "written")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
-        self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
+        self.versions = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
         if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
             known = _known[module] = known | _CHANGES | _HIDES  # they have no version
@@ -124,7 +124,7 @@ class _Noted:
     def _moved(self) -> list[str]:
         return [
             name
-            for name, (before, memory) in self.marks.items()
+            for name, (before, memory) in self.versions.items()
             if version_of(self.found[name]) != before or memory_of(self.found[name]) is not memory
         ]
 
@@ -153,7 +153,7 @@ class _Noted:
             "call on, or from now on. Pass a policy, whose regions run nothing again, or "
             'determinism_check="none" if the change does no harm.'
         )
-        return Stale(buffer, self.marks[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
+        return Stale(buffer, self.versions[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
 
 
 class _Attributes:

@@ -13,12 +13,12 @@ namespace actckpt::replay {
 namespace {
 
 // Allows collectives of a tape to run for its lifetime.
-class Turn {
+class RepeatScope {
  public:
-  explicit Turn(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  ~Turn() noexcept { tape_->is_repeating = 0; }
+  explicit RepeatScope(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
+  RepeatScope(const RepeatScope&) = delete;
+  RepeatScope& operator=(const RepeatScope&) = delete;
+  ~RepeatScope() noexcept { tape_->is_repeating = 0; }
 
  private:
   TapeObject* tape_;
@@ -56,7 +56,7 @@ void repeat_collectives(TapeObject* tape, ValueObject* value) {
   const std::vector<py::object> missing = missing_collectives(value, task);
   if (missing.empty()) return;
   if (task == -1) raise(call_with(names().order_error, missing[0].ptr()));
-  const Turn turn(tape);
+  const RepeatScope scope(tape);
   for (const py::object& each : missing) {
     auto* made = as_value(each);
     bytes_of(tape, made, nullptr, made->ordinal, nullptr);

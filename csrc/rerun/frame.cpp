@@ -94,7 +94,7 @@ void frame_dealloc(PyObject* self) {
 }
 
 // This thread's observer of the tensors that forwards save; null: none.
-thread_local PyObject* told = nullptr;
+thread_local PyObject* observer = nullptr;
 
 PyObject* frame_pack(PyObject* self, PyObject* tensor) {
   return guarded([&]() -> PyObject* {
@@ -111,8 +111,8 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       if (reference == nullptr) throw py::error_already_set();
       saved.external_tensor = py::reinterpret_steal<py::object>(reference);
     }
-    if (told != nullptr) {
-      const auto function = py::reinterpret_borrow<py::object>(told);
+    if (observer != nullptr) {
+      const auto function = py::reinterpret_borrow<py::object>(observer);
       owned(PyObject_CallOneArg(function.ptr(), tensor));
     }
     SlotObject* slot = new_slot(frame, frame->saved.size());
@@ -375,7 +375,7 @@ PyObject* release_rerun_values(PyObject*, PyObject* argument) {
 
 // set_saved_tensor_observer(function or None) -> the previous one
 PyObject* set_saved_tensor_observer(PyObject*, PyObject* function) {
-  PyObject* before = std::exchange(told, function == Py_None ? nullptr : Py_NewRef(function));
+  PyObject* before = std::exchange(observer, function == Py_None ? nullptr : Py_NewRef(function));
   return before == nullptr ? Py_NewRef(Py_None) : before;
 }
 

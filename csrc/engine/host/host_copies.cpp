@@ -47,14 +47,14 @@ void HostEngine::work() {
 }
 
 void HostEngine::tell_released(Lock& lock) {
-  if (config_.tell_released == nullptr || released_.empty() || is_told_) {
+  if (config_.tell_released == nullptr || released_.empty() || is_notified_) {
     return;
   }
-  is_told_ = true;  // first: a concurrent `collect` resets it
+  is_notified_ = true;  // first: a concurrent `collect` resets it
   lock.unlock();
-  const bool is_told = config_.tell_released();
+  const bool is_notified = config_.tell_released();
   lock.lock();
-  is_told_ = is_told_ && is_told;
+  is_notified_ = is_notified_ && is_notified;
 }
 
 void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
@@ -169,7 +169,7 @@ void HostEngine::release(KeepAlive* keep) {
 void HostEngine::hand_over(Released* released) {
   released->insert(released->end(), released_.begin(), released_.end());
   released_.clear();
-  is_told_ = false;
+  is_notified_ = false;
 }
 
 }  // namespace actckpt

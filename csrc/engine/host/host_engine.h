@@ -168,7 +168,7 @@ class HostEngine {
   Loads loads_;                                      // not started by a worker, nor requested
   std::atomic<std::uint64_t> num_failed_writes_{0};  // as in stats_
   Released released_;
-  bool is_told_ = false;                            // someone will collect `released_`
+  bool is_notified_ = false;                        // someone will collect `released_`
   std::vector<std::shared_ptr<ByteStore>> stores_;  // every store ever used stays
   HostStats stats_;
   Window window_;
