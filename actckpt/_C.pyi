@@ -1,5 +1,5 @@
 """The C++ extension: regions (csrc/core, csrc/rerun), recording and replay (csrc/graph, csrc/record, csrc/replay), the
-hooks of offloading (csrc/offload) and the engine (csrc/engine): csrc/bind/engine.h says how it is used."""
+offload hooks (csrc/offload) and the engine (csrc/engine), documented in csrc/bind/engine.h."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -127,7 +127,7 @@ class Moved:
 
 @final
 class Meter:
-    """Counts bytes of storages that are alive at once: each from when it is noted until it dies."""
+    """Counts the live bytes of storages, each from when it is noted until it dies."""
 
     live_bytes: int
     peak_bytes: int
@@ -211,7 +211,7 @@ class Value:
     step: Step | None
     operator: Any
     action: Action | None
-    #: The policy: of the region in which it was born, whichever one saves it; None where the bytes stand for nothing.
+    #: The policy of the region that made it, whichever region saves it; None for placeholders.
     choice: Any
     held: Tensor | None
     root: weakref.ref[Tensor] | None
@@ -221,7 +221,7 @@ class Value:
     spare: Tensor | None
     why_opaque: str
     entry: Entry | None
-    #: With the next three its place, see `Calls`; None: nobody asked, or no recorded operator made it.
+    #: With the next three its place, see `Calls`; None: places are unused, or no recorded operator made it.
     @property
     def module(self) -> str | None: ...
     call: int
@@ -235,8 +235,8 @@ class Value:
     version: int
     key: int
     @property
-    def was_saved(self) -> bool: ...  # and it is decided what becomes of it
-    #: A collective that runs again made it; and it is such a value, or may be made from one.
+    def was_saved(self) -> bool: ...  # its action is decided
+    #: A collective that is replayed made it; it is such a value, or may depend on one.
     is_repeated: bool
     needs_collective: bool
     is_input: bool
@@ -244,8 +244,8 @@ class Value:
     is_made: bool  # a recorded operator made the storage
     @property
     def num_handles(self) -> int: ...
-    def is_wanted(self) -> bool: ...  # by a saved tensor that is alive
-    def windows(self) -> list[Window]: ...  # of the saved tensors that are alive
+    def is_wanted(self) -> bool: ...  # by a live saved tensor
+    def windows(self) -> list[Window]: ...  # of the live saved tensors
     def __new__(cls, nbytes: int, device: torch.device, ordinal: int, /) -> Value: ...
     def is_available(self) -> bool: ...  # without executing anything
     def add_handle(self, handle: Handle, /) -> None: ...
@@ -291,7 +291,7 @@ class Window:
 class Handle:
     tape: Any
     window: Window
-    #: A tensor like the window, where one is held.
+    #: A tensor equal to the window, if one is held.
     alias: Tensor | None
     audit: Any
 
@@ -303,38 +303,38 @@ def unknown_modes() -> tuple[Any, ...]: ...
 
 @final
 class Entry:
-    """What a report says of a saved value."""
+    """One row of a report about a saved value."""
 
     operator: str
     module: str | None
     action: Action
-    #: Why it got its action, where the policy alone does not say.
+    #: Why it got its action, if not from the policy alone.
     why: str
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     num_replays: int
     call: int
-    occurrence: int  # -1: it has no place
+    occurrence: int  # -1: no place
     result: int
 
 @final
 class Calls:
-    """The calls of modules in one step of a thread, as far as they run recorded operators (NOTE [ Places ])."""
+    """The module calls of one step of a thread that run recorded operators (NOTE [ Places ])."""
 
     is_over: bool
     def __init__(self) -> None: ...
-    def begin(self, where: str, /) -> None: ...  # a region opens; `where` stands for a module where none runs
+    def begin(self, where: str, /) -> None: ...  # a region opens; `where` is its name outside of modules
     def end(self) -> None: ...
-    def look_up_all(self) -> None: ...  # in the region that opened, frames tell the call of each operator
+    def look_up_all(self) -> None: ...  # frames determine the call of each operator of the open region
 
-#: The call that runs an operator: its module, which call of it, and how many operators like it ran there before.
+#: The call that runs an operator: its module, the number of the call, and how many operators like it ran there before.
 def running_call(calls: Calls) -> tuple[str, int, int]: ...
 
-#: The same of an operator that runs now, which is an `Operator`; nothing is remembered of where it was found.
+#: The same for the current operator, an `Operator`; the result is not remembered.
 def look_up_call(calls: Calls, op: Any, /) -> tuple[str, int, int]: ...
 
 class TapeCore:
-    #: By id() of the storage, checked by identity (Rule 2).
+    #: By id() of the storage, confirmed by identity (NOTE [ Replay ], Rule 2).
     storages: dict[int, KnownStorage]
     #: Values that hold their bytes while the region is open.
     holding: list[Value]
@@ -342,26 +342,26 @@ class TapeCore:
     saved: list[weakref.ref[Value]]
     lock: Any
     replay_order: Any
-    #: The swap within whose rerun the region is made, -1: no operator that replay must swap states for.
+    #: The swap during whose rerun the region is made; -1: no operator needs a swap for its replay.
     swap: int
     modules: dict[int, str | None]
     opaque_places: set[int]
     audited_places: set[int]
     opaque_names: tuple[str, ...]
-    #: Lines of the report, None where nobody will ask for one.
+    #: Rows of the report; None if none is requested.
     entries: list[Entry] | None
-    #: Counts what of its values is alive, but for inputs; None where nobody will ask.
+    #: Counts the live bytes of its values, except inputs; None if not requested.
     meter: Meter | None
     outer: Any
-    #: Storages of the positional arguments, by id. None: leaves go to the hooks outside, as all inputs do.
+    #: Storages of the positional arguments, by id. None: the outer hooks get leaves too, like all inputs.
     argument_storages: set[int] | None
     #: See NOTE [ Candidates ].
     candidates: list[Value]
-    #: Calls of modules, None: nobody asks for places.
+    #: Module calls; None: places are unused.
     calls: Calls | None
-    #: Values whose bytes are gone although nothing makes them again.
+    #: Values that can be neither loaded nor replayed any more.
     num_lost: int
-    #: Bytes of saved values that the policy wants recomputed: those that can be, and those that cannot.
+    #: Bytes of saved values that the policy recomputes: those that can be replayed, and those that cannot.
     recompute_bytes: int
     opaque_bytes: int
     structure: int
@@ -374,22 +374,21 @@ class TapeCore:
     is_open: bool
     is_audited: bool
     audits_always: bool
-    #: Most bytes of replayed values that wait for their turn in this backward, -1: no limit so far; and whether there
-    #: may be one.
+    #: Limit of cached bytes in this backward, -1: none so far; and whether there may be one.
     window_bytes: int
     has_windows: bool
-    #: Whether some of its values are made by collectives that run again.
+    #: Whether repeated collectives make some of its values.
     repeats: bool
     @property
     def choice(self) -> Any: ...
     @choice.setter
     def choice(self, choice: Any) -> None: ...
     @property
-    def cached_bytes(self) -> int: ...  # of replayed values that wait for their turn
+    def cached_bytes(self) -> int: ...  # of replayed values
 
 @final
 class Paused:
-    """Every recorder stands aside in this thread, and no graph is built (Rule 9 of NOTE [ Replay ])."""
+    """Pauses every recorder of this thread; no graph is built (NOTE [ Replay ], Rule 7)."""
 
     def __enter__(self) -> None: ...
     def __exit__(self, *_: object) -> None: ...

@@ -1,7 +1,6 @@
 """Activation checkpointing and offloading for PyTorch. See README.md.
 
-The names of torch.utils.checkpoint can be imported from here too: code that imports that module can import this one
-instead.
+The names of torch.utils.checkpoint can be imported from here too, so this package can replace that module in imports.
 """
 
 import importlib as _importlib
@@ -34,7 +33,7 @@ try:
     from actckpt import _C  # noqa: F401 - built with the package
 except ImportError as _error:
     if _importlib_util.find_spec("actckpt._C") is not None:
-        raise  # it says what is wrong with it
+        raise  # the error says what is wrong
     raise ImportError(
         f"actckpt is imported from {__path__[0]}, where its C++ extension is not built: a clone hides the package that "
         "is installed. Run in another folder, or build it in place: pip install -e ."
@@ -108,13 +107,13 @@ __all__ = [
 
 
 def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
-    """Let classes and functions of rooms `behind` a public module say its name: in tracebacks, pickles and help()."""
+    """Set `__module__` of classes and functions from rooms `behind` a public module, for tracebacks and help()."""
     for public in module.__all__:
-        found = getattr(module, public) if public != "planner" else None  # which is imported later
-        if getattr(found, "__module__", "").startswith(behind):
-            if "__annotations__" in vars(found):
-                found.__annotations__ = _typing.get_type_hints(found)  # looked up in the module that it names
-            found.__module__ = module.__name__
+        member = getattr(module, public) if public != "planner" else None  # imported lazily
+        if getattr(member, "__module__", "").startswith(behind):
+            if "__annotations__" in vars(member):
+                member.__annotations__ = _typing.get_type_hints(member)  # evaluated in the module that defines it
+            member.__module__ = module.__name__
 
 
 _name_public_places(_sys.modules[__name__], "actckpt._")
@@ -123,7 +122,7 @@ _name_public_places(errors, "actckpt._")
 
 
 def __getattr__(name: str) -> _typing.Any:
-    if name == "planner":  # imported when it is first asked for: most programs need none
+    if name == "planner":  # imported at first use: most programs do not need it
         return _importlib.import_module("actckpt.planner")
     if name in _torch_checkpoint.__all__:
         return getattr(_torch_checkpoint, name)

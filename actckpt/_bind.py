@@ -1,4 +1,4 @@
-"""The only connection between the extension and Python: what it needs of the rooms and of torch.
+"""The only connection from Python to the C++ extension: the objects of this package and torch that it uses.
 
 Imported once, for its effect.
 """
@@ -36,7 +36,7 @@ from actckpt._rerun import region
 from actckpt._rerun.buffers import note_buffers
 from actckpt.action import Action
 
-#: By the names in csrc/core/names.h; None where torch has no such thing.
+#: By the names in csrc/core/names.h; None if torch has no such thing.
 NAMES: dict[str, Any] = {
     "tensor_type": torch.Tensor,
     "parameter_type": torch.nn.Parameter,
@@ -44,22 +44,22 @@ NAMES: dict[str, Any] = {
     "module_call": torch.nn.Module.__call__,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
-    # Containers and objects that a region leads to (csrc/rerun/object_state.h).
+    # Containers and objects reachable from a region (csrc/rerun/object_state.h).
     "generator_type": torch.Generator,
     "partial_type": functools.partial,
     "deque_type": deque,
     "namespace_type": types.SimpleNamespace,
     "lock_types": (type(threading.Lock()), type(threading.RLock())),
-    # Packages whose objects are left alone: the standard library's, but for collections and namespaces.
+    # Packages whose objects are not recorded: the standard library's, except collections and namespaces.
     "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
     "global_names": global_names,
-    # One rerun of a region at a time.
+    # The lock that serializes reruns of a region.
     "lock_type": threading.RLock,
-    # Whether backward may clear what it is given of a saved tensor.
+    # Whether backward may clear a saved tensor that it gets.
     "clears_saved": extensions.clears_saved,
-    # Global state that a rerun must find as the forward found it.
+    # Global state that reruns restore.
     "state_getters": state.GETTERS,
-    # Default generators: of the CPU alone, and those that a call with a tuple of arguments may draw from.
+    # Default generators: the CPU's, and those that a call with these arguments may draw from.
     "cpu_generators": (torch.default_generator,),
     "generators_of": random_state.generators_of_call,
     "is_capturing": devices.is_capturing,
@@ -77,16 +77,16 @@ NAMES: dict[str, Any] = {
     "tangents_enabled": torch_private.tangents_enabled,
     "set_tangents_enabled": torch_private.set_tangents_enabled,
     "unknown_modes": modes.unknown,
-    # Which backward is under way, and what to do when it ends.
+    # The current backward, and callbacks at its end.
     "graph_task_id": torch_private.current_graph_task_id,
     "reads_filled_late": torch_private.reads_filled_late,
     "graph_exec_group": torch_private.current_graph_exec_group,
     "queue_callback": torch_private.queue_callback,
-    # Reruns that are not of the common kind.
+    # Reruns that need Python.
     "refill": region.refill,
     # Buffers that a forward changes.
     "note_buffers": note_buffers,
-    # Inference tensors, which have no version.
+    # Inference tensors, which have no version counter.
     "own_copy": own_copy,
     "has_same_bytes": has_same_bytes,
     # Errors.
@@ -96,14 +96,14 @@ NAMES: dict[str, Any] = {
     "input_error": messages.changed_error,
     "failure": region.failure,
     "parameter_error": messages.parameter_error,
-    # Work of backward that runs out of memory.
+    # Backward work that runs out of memory.
     "may_run_again": rescue.may_run_again,
     "release_caches": rescue.release_caches,
     "add_first_error": rescue.add_first_error,
     "num_operations": rescue.num_operations,
     "swap_timeout_error": random_state.swap_timeout_error,
     "script_failure": torch_private.SCRIPT_FAILURE,
-    # The hooks of offloading.
+    # Offload hooks.
     "store_for": stores.store_for,
     "guard": sources.guard,
     "is_owned": owned_memory.is_owned,

@@ -1,4 +1,4 @@
-"""What a call of `checkpoint` does: it runs the function in a region of the kind that its options ask for."""
+"""A call of `checkpoint`: runs the function in the kind of region that its options select."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def checkpoint_call(
 
     Args:
         input_hooks: (pack, unpack) for the tensors that the region holds for its reruns.
-        inside: what is taken down of what runs in the region, and how its operators are named.
+        inside: what the region records, and how its operators are named.
         is_eager: it is not traced, even if something is compiled, perhaps in another thread.
     """
     if not is_eager and torch.compiler.is_compiling():
@@ -61,7 +61,7 @@ def checkpoint_call(
 
     if (forced := torch_private.forced_by_context()) != (None, None):
         options = _forced(options, *forced)
-    # The common kind runs without Python code around the function; the extension says if it is one.
+    # A common region runs without Python code around the function; C++ decides whether it is one.
     has_contexts = options.context_fn is not noop_context_fn
     is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
     try:
@@ -76,7 +76,7 @@ def checkpoint_call(
         raise
 
 
-#: The same where the compiler would trace it and must not: it runs in between two compiled graphs.
+#: For use between two compiled graphs, where the compiler would trace it and must not.
 _checkpoint_eagerly = torch_private.disable_dynamo(checkpoint_call)
 
 
@@ -87,7 +87,7 @@ def _checkpoint_in_compiled_code(
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
 ) -> Any:
-    """Let the compiler follow what goes by operator; call all else in between two compiled graphs."""
+    """Let the compiler trace policies by operator; run everything else between two compiled graphs."""
     if why := why_eager(options):
         torch_private.graph_break(why)
     else:
@@ -104,7 +104,7 @@ def _replayed(
     options: CheckpointOptions,
     inside: RegionOptions,
 ) -> Any:
-    """Run the function in a region that replays operators; it moves its inputs where the options say so."""
+    """Run the function in a region that replays operators; it offloads its inputs if the options say so."""
     if options.offload_inputs:
         keep_in_place(function)
         choice = choice.offloading_inputs(DEFAULT_MIN_BYTES)
@@ -113,7 +113,7 @@ def _replayed(
 
 
 def _forced(options: CheckpointOptions, early_stop: bool | None, debug: bool | None) -> CheckpointOptions:
-    """Return the options with what contexts of torch say instead."""
+    """Return the options, overridden by torch's contexts."""
     return options._replace(
         early_stop=options.early_stop if early_stop is None else early_stop,
         debug=options.debug if debug is None else debug,
@@ -128,7 +128,7 @@ def _run(
     input_hooks: torch_private.Hooks | None,
     figures: Figures | None,
 ) -> Any:
-    """Run the function in a region of any kind, but for those of a policy."""
+    """Run the function in a region without a policy."""
     preserve_rng_state, contexts = options.preserve_rng_state, None
     if options.context_fn is not noop_context_fn and not options.debug:
         contexts = options.make_contexts()

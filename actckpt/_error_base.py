@@ -1,10 +1,10 @@
-"""What needs no torch of `actckpt.errors`: the planner does not import torch."""
+"""Errors that need no torch, for the planner, which does not import it. All of them are in `actckpt.errors`."""
 
 __all__ = ["ActckptError", "ActckptWarning", "CostTableError", "PlanInfeasibleError", "TorchVersionError"]
 
 
 class ActckptError(Exception):
-    """Base of every error that actckpt raises on its own account."""
+    """Base of all errors that actckpt raises itself."""
 
 
 class ActckptWarning(UserWarning):
@@ -18,11 +18,11 @@ class ActckptWarning(UserWarning):
 
 
 class CostTableError(ActckptError, ValueError):
-    """A cost table says something that cannot be. The message names the field."""
+    """A cost table has an invalid value. The message names the field."""
 
 
 class TorchVersionError(ActckptError):
-    """What was called needs a private name of torch that the installed version does not have."""
+    """The function needs a private name of torch that the installed version lacks."""
 
 
 class PlanInfeasibleError(ActckptError, ValueError):
@@ -30,9 +30,10 @@ class PlanInfeasibleError(ActckptError, ValueError):
 
     Args:
         message: what holds the memory.
-        smallest_bytes: the smallest budget for which there is a plan; None: there is none, however large, or a program
-            (DataParallel, Pyro) made the error again of its words alone.
-        holds: what holds memory where most of it is needed, as part of a sentence.
+        smallest_bytes: the smallest budget for which there is a plan; None: there is none, or a program (DataParallel,
+            Pyro)
+            recreated the error from its message alone.
+        holds: what holds memory at the peak, as part of a sentence.
     """
 
     def __init__(self, message: str, smallest_bytes: float | None = None, holds: str = "") -> None:

@@ -1,7 +1,7 @@
-"""All that `te` uses of the private rooms, besides `_core.extensions`. For the rest it uses public names.
+"""Everything that `te` uses of the private rooms, besides `_core.extensions`. Otherwise it uses public names.
 
-An extension (NOTE [ Extensions ]) says what regions and offloading are to do for a library. `te` also builds regions of
-its own: for that it asks what runs now, holds calls, and opens blocks of offloading.
+`te` registers an extension (`_core.extensions`), and also builds its own regions. For these it queries the running
+code, holds calls, and opens `offload` blocks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,10 +32,10 @@ __all__ = [
 
 
 def offloading_hooks(min_bytes: int) -> Hooks:
-    """Return (pack, unpack) that move tensors of at least `min_bytes` to a store and back."""
+    """Return (pack, unpack) that offload tensors of at least `min_bytes`."""
     return Session("auto", min_bytes).hooks
 
 
 def everything_stays() -> AbstractContextManager[Any]:
-    """Return a context in which what operators save stays, also inside a block that offloads."""
+    """Return a context in which saved tensors stay, even inside an `offload` block."""
     return nullcontext() if outer_hooks() is None else Offloading("auto", EVERYTHING_STAYS)

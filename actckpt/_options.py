@@ -1,4 +1,4 @@
-"""The options of `checkpoint`: defined here once, passed whole, and checked."""
+"""The options of `checkpoint`: defined once, passed as one object, and checked."""
 
 import difflib
 import functools
@@ -31,14 +31,14 @@ __all__ = [
 
 ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-#: Of the installed torch's checkpoint.
+#: Parameters of the installed torch's checkpoint.
 TORCH_PARAMETERS = inspect.signature(torch_checkpoint.checkpoint).parameters
 
 
 class CheckpointOptions(NamedTuple):
-    """What `checkpoint` takes besides the function and its arguments; its docstring says what each means.
+    """The options of `checkpoint`, documented in its docstring.
 
-    A named tuple, not a dataclass: one is made at every call, in a fifth of the time.
+    A named tuple, not a dataclass: one is created at every call, in a fifth of the time.
     """
 
     use_reentrant: bool | None = False
@@ -57,14 +57,14 @@ class CheckpointOptions(NamedTuple):
 
     @property
     def is_rerun(self) -> bool:
-        """Whether the function runs again in backward, rather than single operators."""
+        """Whether backward runs the function again, rather than single operators."""
         return self.policy is None or self.policy == "recompute"
 
     def check(self, kwargs: dict[str, Any]) -> None:
-        """Raise where an option has a bad value, or where two contradict each other.
+        """Raise if an option has an invalid value, or if two contradict each other.
 
         Args:
-            kwargs: keywords of the function; options that only a newer torch has are taken out of them.
+            kwargs: keywords of the function; options that only a newer torch has are removed from it.
         Raises:
             ValueError: says which option, and what to pass.
         """
@@ -102,7 +102,7 @@ class CheckpointOptions(NamedTuple):
         return contexts
 
 
-#: Keywords of the installed torch's checkpoint that came after this file was written, with their defaults.
+#: Newer keywords of the installed torch's checkpoint, unknown to this file, with their defaults.
 NEWER_KEYWORDS = {
     name: parameter.default
     for name, parameter in TORCH_PARAMETERS.items()
@@ -124,13 +124,13 @@ class _Keywords(TypedDict, total=False):
 
 
 class ApplyKeywords(_Keywords, total=False):
-    """What `apply` passes on to each block."""
+    """Options that `apply` passes to each block."""
 
     use_reentrant: bool | None
 
 
 class SequentialKeywords(_Keywords, total=False):
-    """What `checkpoint_sequential` passes on to each piece."""
+    """Options that `checkpoint_sequential` passes to each segment."""
 
     policy: Policy | None
 
@@ -140,7 +140,7 @@ class CheckpointKeywords(ApplyKeywords, SequentialKeywords, total=False):
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where what is to be called cannot be, or cannot take a keyword that was meant for `checkpoint`."""
+    """Raise if the function cannot be called, or cannot take a keyword that was meant for `checkpoint`."""
     if not callable(function):
         kind = f"a tensor of shape {tuple(function.shape)}" if isinstance(function, torch.Tensor) else repr(function)
         order = "The function comes first" if any(map(callable, args)) else "Pass it uncalled, its arguments after it"
@@ -162,7 +162,7 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @functools.lru_cache(maxsize=4096)
 def meant_for_us(name: str) -> str:
-    """Return what to write for a keyword that was meant for us; empty where it is like none of ours."""
+    """Return a suggestion for a keyword that was meant for `checkpoint`; empty if it resembles none of our options."""
     if name == "min_bytes":
         return "To offload from a size on: with actckpt.offload(min_bytes=...): y = layer(x)."
     if budgets := difflib.get_close_matches(name, ("budget", "activation_budget"), n=1, cutoff=0.8):
@@ -175,13 +175,13 @@ def _takes_keyword(function: Callable[..., Any], name: str) -> bool:
         parameters = inspect.signature(
             function.forward if isinstance(function, torch.nn.Module) else function
         ).parameters
-    except ValueError:  # a builtin that has none
+    except ValueError:  # a builtin without a signature
         return True
     return name in parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
 def check_no_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise where `checkpoint` got arguments for a function, but no function."""
+    """Raise if `checkpoint` got arguments for a function, but no function."""
     if not args and not kwargs:
         return
     unexpected = [f"{len(args)} arguments"] * bool(args) + [f"keyword {name!r}" for name in kwargs]

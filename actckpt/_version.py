@@ -1,3 +1,3 @@
-"""The one place that states the version."""
+"""The single source of the version."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
-"""Plain data of policies: what can be done with a saved tensor, and what a policy is told about one.
+"""Plain data of policies: actions for saved tensors, and the information passed to a policy function.
 
-Does not import torch, as the planner that works with actions does not.
+Does not import torch, since the planner uses actions without it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Action", "SavedTensorInfo"]
 
 
 class Action(enum.Enum):
-    """What becomes of a saved tensor.
+    """What happens to a saved tensor.
 
     Attributes:
         KEEP: its bytes stay.
-        RECOMPUTE: its bytes are dropped; backward computes them again. What cannot be replayed is kept.
-        OFFLOAD: its bytes go to a store, if need be after a wait; backward brings them back.
-        PREFER_OFFLOAD: the same where the store has room at once; else the bytes stay. What torch calls
+        RECOMPUTE: its bytes are dropped and recomputed in backward. What cannot be replayed is kept.
+        OFFLOAD: its bytes are copied to a store, waiting for room if necessary, and loaded in backward.
+        PREFER_OFFLOAD: like OFFLOAD if the store has room at once; else the bytes stay. torch calls it
             `PREFER_CPU_OFFLOAD`.
     """
 
@@ -36,22 +36,21 @@ class Action(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensorInfo:
-    """What a policy is told about a value, the first time that autograd saves it.
+    """What a policy function gets about a value when autograd first saves it.
 
     Attributes:
         op: the operator that made it, a `torch._ops.OpOverload` or a higher-order operator; None for inputs of the
             region and for bytes that no operator made.
-        index: which of the operator's results it is, from 0.
-        shape: of the tensor that is saved.
-        dtype: of the tensor that is saved.
-        device: of the tensor that is saved.
-        nbytes: bytes of the storage behind it, which may be larger than the tensor.
-        is_input: it existed before the region, or nothing that was recorded made it.
-        is_parameter: it is a parameter, or a buffer, or a view of one. These always stay.
-        replayable: whether replaying operators can bring it back. What cannot be replayed is kept where a policy says
-            RECOMPUTE.
+        index: the index of the operator's result.
+        shape: of the saved tensor.
+        dtype: of the saved tensor.
+        device: of the saved tensor.
+        nbytes: bytes of its storage, which may be larger than the tensor.
+        is_input: it existed before the region, or no recorded operator made it.
+        is_parameter: it is a parameter, a buffer, or a view of one. These always stay.
+        replayable: whether replaying operators can restore it. If not, RECOMPUTE keeps it.
         module: qualified name of the module whose forward made it, or None.
-        place: what names it in every step and process; None for what no operator made.
+        place: its name in every step and process; None if no operator made it.
     """
 
     op: Any

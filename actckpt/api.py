@@ -77,37 +77,36 @@ def checkpoint(
 ) -> Any:
     """Run `function` without keeping what it saves for backward; backward runs it again.
 
-    Drop-in for `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Works with every way
-    of running backward: `backward`, `autograd.grad`, `retain_graph`, double backward, parts of a graph.
+    Drop-in for `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Works with every way of running
+    backward: `backward`, `autograd.grad`, `retain_graph`, double backward, parts of a graph.
 
     Args:
-        function: called with `*args` and `**kwargs`, once now and again in each backward. Must do the same
-            each time. Without it, the result is a decorator: `@checkpoint(early_stop=False)`.
+        function: called with `*args` and `**kwargs`, once now and again in each backward. Must do the same each time.
+            Without it, the result is a decorator: `@checkpoint(early_stop=False)`.
         use_reentrant: False or None. True raises.
         context_fn: returns two context managers, for the forward and for the reruns. Called once.
-        determinism_check: `"default"` compares shape, dtype and device of every saved tensor, and
-            that parameters did not change; `"none"` compares nothing.
+        determinism_check: `"default"` compares shape, dtype and device of every saved tensor, and checks that
+            parameters did not change; `"none"` compares nothing.
         debug: errors list the operators of both runs. Costs a dispatch mode in both.
         preserve_rng_state: draw the same random numbers in reruns.
-        early_stop: end a rerun as soon as everything needed is back. The context
-            `torch.utils.checkpoint.set_checkpoint_early_stop` wins over it.
-        respect_saved_tensors_hooks: None or True: the hooks that are active around the call (`save_on_cpu`) get what
-            a selective `context_fn` or a policy keeps; False: that is held as it is. Has no effect without them.
-        policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: nothing runs
-            again but single operators, as in `with region(policy):`.
-        offload_inputs: move the tensors that the region holds for its reruns or replays to a store, as `offload` does.
-            Inside another region, or under other saved-tensor hooks, it does nothing: those have them.
-        rng_trackers: callables that return random state trackers, in addition to those registered
-            with `actckpt.rng.register_tracker`.
+        early_stop: stop a rerun as soon as all needed tensors are restored. The context
+            `torch.utils.checkpoint.set_checkpoint_early_stop` overrides it.
+        respect_saved_tensors_hooks: None or True: the hooks that are active around the call (`save_on_cpu`) get what a
+            selective `context_fn` or a policy keeps; False: that is held directly. Without such hooks it has no effect.
+        policy: None or `"recompute"`: `function` runs again in backward. Any other policy of `region`: only single
+            operators run again, as in `with region(policy):`.
+        offload_inputs: offload the tensors that the region holds for its reruns or replays, as `offload` does. Inside
+            another region, or under other saved-tensor hooks, it has no effect: those hold them.
+        rng_trackers: callables that return random state trackers, in addition to those registered with
+            `actckpt.rng.register_tracker`.
     Returns:
-        What `function` returns; without a function, a decorator.
+        The result of `function`; without a function, a decorator.
     Raises:
-        ValueError: a bad keyword.
-        TypeError: `function` cannot be called, or takes no keyword of a name that is nearly one of these.
-        CheckpointError: in backward, when a rerun saves other tensors than the forward, or when a
-            tensor that it needs was changed in place.
-    Cost: one more forward of `function` in backward. Memory: the inputs, and during its backward what
-        `function` saves.
+        ValueError: an invalid keyword.
+        TypeError: `function` is not callable, or takes no keyword with a name that resembles one of these.
+        CheckpointError: in backward, if a rerun saves other tensors than the forward, or if a tensor that it needs was
+            changed in place.
+    Cost: one more forward of `function` in backward. Memory: the inputs, and during its backward what `function` saves.
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 
     Example::
@@ -138,7 +137,7 @@ def checkpoint(
 
 
 def _decorator(options: CheckpointOptions) -> Callable[[_Function], _Function]:
-    """Return what `checkpoint` without a function returns."""
+    """Return the decorator for `checkpoint` without a function."""
     options.check({})
 
     def decorate(function: _Function) -> _Function:
@@ -160,20 +159,20 @@ def checkpoint_sequential(
     use_reentrant: bool | None = False,
     **kwargs: Unpack[SequentialKeywords],
 ) -> Any:
-    """Run a sequence of functions in `segments` pieces, each but the last one checkpointed.
+    """Run a sequence of functions in `segments` pieces; all but the last one are checkpointed.
 
-    Drop-in for `torch.utils.checkpoint.checkpoint_sequential`; takes the keywords of `checkpoint` too.
+    Drop-in for `torch.utils.checkpoint.checkpoint_sequential`; also takes the keywords of `checkpoint`.
 
     Args:
-        functions: a `torch.nn.Sequential`, or functions that each take the result of the one before.
+        functions: a `torch.nn.Sequential`, or functions that each take the result of the previous one.
         segments: number of pieces, from 1 to the number of functions.
-        input: what the first function gets.
+        input: passed to the first function.
         use_reentrant: False or None. True raises.
         **kwargs: keywords of `checkpoint`.
     Returns:
-        What the last function returns.
+        The result of the last function.
     Raises:
-        ValueError: a bad keyword, or a number of segments that does not fit.
+        ValueError: an invalid keyword, or number of segments.
 
     Example::
 
@@ -207,24 +206,23 @@ def checkpoint_sequential(
 
 
 def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTES) -> Offloading:
-    """Move what operators save inside the block to a store, and bring it back in time for backward.
+    """Offload the tensors that operators save inside the block to a store, and load them in time for backward.
 
-    Works around any code, compiled functions included. Inside a compiled function it breaks the graph, and the
-    function that enters it runs eagerly (`fullgraph=True` raises). Parameters, buffers and their views stay; each
+    Works around any code, including compiled functions. Inside a compiled function it breaks the graph, and the
+    function that enters it runs eagerly (`fullgraph=True` raises). Parameters, buffers and their views stay. Each
     storage is copied once, however many tensors share it. Also a decorator: `@actckpt.offload()`.
 
     Args:
-        to: `"host"`: pinned host memory, for tensors on a GPU; `"disk"`: a spill file, for tensors of the
-            CPU; `"auto"`: each where it belongs.
+        to: `"host"`: pinned host memory, for GPU tensors; `"disk"`: a spill file, for CPU tensors; `"auto"`: by device.
         min_bytes: smaller tensors stay. A number, or a text like `"4MiB"`.
     Returns:
-        A context manager. It may be entered again, and by several threads.
+        A context manager. It can be reused, and entered by several threads.
     Raises:
-        ValueError: a bad argument, or `"host"` where there is no accelerator whose tensors can be moved.
-        EngineError: at the first tensor, if the store cannot be had (an unwritable folder, no driver, an accelerator
+        ValueError: an invalid argument, or `"host"` without an accelerator whose tensors can be offloaded.
+        EngineError: at the first tensor, if the store is not available (an unwritable folder, no driver, an accelerator
             that the engine has no backend for).
-        SavedTensorChangedError: in backward, when a tensor was changed in place after it was saved.
-    Cost: copies overlap with compute where there is any to overlap with; see docs/offload.md.
+        SavedTensorChangedError: in backward, if a tensor was changed in place after it was saved.
+    Cost: copies overlap with compute where possible; see docs/offload.md.
 
     Example::
 

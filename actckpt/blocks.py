@@ -48,23 +48,23 @@ _MOST_OF_POLICY = 60
 
 
 class OffloadKeywords(TypedDict, total=False):
-    """What `apply` passes on to `offload`."""
+    """Options that `apply` passes to `offload`."""
 
     to: Destination
     min_bytes: int | str
 
 
 class BlockKeywords(ApplyKeywords, OffloadKeywords, total=False):
-    """The other keywords of `apply`: which of them count depends on the policy."""
+    """The other keywords of `apply`; which of them apply depends on the policy."""
 
 
 _OFFLOAD_OPTIONS = frozenset(OffloadKeywords.__annotations__)
 _BUDGET_OPTIONS = frozenset({"budget", "activation_budget", "optimizer", "pins", "race", "on_infeasible"})
-#: Their values where there is none.
+#: Their defaults without a budget.
 _WITHOUT_BUDGET = {"optimizer": None, "pins": None, "race": True, "on_infeasible": "warn"}
 _CHECKPOINT_OPTIONS = frozenset(CheckpointOptions._fields) - {"policy"}
 _BUDGET = "a budget in place of a policy"
-#: All of them, by when they are known.
+#: All option names, by when they apply.
 _OPTIONS = {"policy='offload'": _OFFLOAD_OPTIONS, _BUDGET: _BUDGET_OPTIONS, "other policies": _CHECKPOINT_OPTIONS}
 OPTION_NAMES = frozenset({"policy", "blocks"}).union(*_OPTIONS.values())
 
@@ -87,26 +87,28 @@ def apply(
     Args:
         model: changed in place.
         policy: `"recompute"` or None: as in `checkpoint`. `"offload"`: each call runs under `offload`. Any other policy
-            of `region`: each call is such a region. A `Plan` that `actckpt.plan` made for this model: its blocks run as
-            it says, without further keywords.
+            of `region`: each call is such a region. A `Plan` that `actckpt.plan` made for this model: its blocks run by
+            the plan, without further keywords.
         blocks: which of its modules: a type or several, qualified names (`"layers.0"`), also with wildcards, which
-            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of matches inside
-            each other the outermost are taken; a name without wildcards is always taken. None: the repeated blocks.
-            These are modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes),
-            neither stages of many blocks nor small parts of blocks, such that the least is held at the peak; NOTE [
-            Blocks of a model ] in actckpt/_blocks/finding.py says how.
-        budget: in place of a policy, the most bytes at any moment of a step, of all memory, as in `actckpt.plan`.
-            The first step recomputes every block and is measured. From the second step on, the fastest plan that is
-            predicted to fit runs; the next steps may try others. Each kind of step has a plan of its own: sizes of
-            inputs, autocast, training or evaluation mode, what is trained. `actckpt.report(model).plan` is the plan,
-            None until it is made.
-        activation_budget: in place of `budget`, the most bytes that a step may add to what was there before it, without
-            gradients of parameters.
+            stop at dots (`"layers.*"`: each layer, `"**.mlp"`: every mlp), or a predicate on modules. Of nested matches
+            the outermost are used; a name without wildcards is always used. None: the repeated blocks. These are
+            modules of a kind that repeats, in rows (ModuleList, Sequential, ModuleDict, numbered attributes), neither
+            stages of many blocks nor small parts of blocks. They are chosen for the lowest peak; see
+            actckpt/_blocks/finding.py.
+        budget: instead of a policy, the maximum of all memory at any moment of a step, as in `actckpt.plan`. The first
+            step
+            recomputes every block and is measured. From the second step on, the fastest plan that is predicted to fit
+            runs; the next steps may try others. Each kind of step has its own plan: input sizes, autocast, training or
+            evaluation mode, trained parameters. `actckpt.report(model).plan` is the plan, None until it is made.
+        activation_budget: instead of `budget`, the maximum number of bytes that a step may add to the memory in use
+            before
+            it, without gradients of parameters.
         optimizer: the one that trains the model, or several in a list: its state counts toward `budget`.
         pins: values and the actions that plans must give them, as in `actckpt.planner.solve`.
-        race: whether steps try the plan and simple choices in turn; the fastest one is kept. Not with `pins`.
-        on_infeasible: where no plan is predicted to fit: `"warn"` runs the plan that needs least and warns, with the
-            smallest budget and what holds the memory; `"raise"` raises.
+        race: whether steps try the plan and simple policies in turn; the fastest one is kept. Not with `pins`.
+        on_infeasible: if no plan is predicted to fit: `"warn"` runs the smallest plan and warns, with the smallest
+            budget
+            and what holds the memory; `"raise"` raises.
         **options: keywords of `checkpoint`, or with `policy="offload"` of `offload`, for every block.
     Returns:
         The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
@@ -114,10 +116,10 @@ def apply(
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
         TypeError: `model` is no module.
-        ValueError: the policy, the budget, an action of `pins` or an option is not known, or `offload` does not take
-            its value. At the forward that would first run the plan: a pin names nothing.
+        ValueError: the policy, the budget, an action of `pins` or an option is unknown, or `offload` rejects its value.
+            At the forward that would first run the plan: a pin names nothing.
         PlanInfeasibleError: with `on_infeasible="raise"`, at the forward that would first run the plan: no plan is
-            predicted to fit the budget. Without it, only where pins leave no plan for any budget.
+            predicted to fit the budget. Otherwise, only if pins leave no plan for any budget.
 
     Example::
 
@@ -130,18 +132,18 @@ def apply(
         ('0', '1', '2')
     """
     check_model(model, "apply")
-    given = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
-    given |= {"race": race, "on_infeasible": on_infeasible}
-    if has_budget(given):
-        return _apply_budget(model, policy, blocks, given, options)
-    extra = {name: given[name] for name, default in _WITHOUT_BUDGET.items() if given[name] != default}
+    budget_options = {"budget": budget, "activation_budget": activation_budget, "optimizer": optimizer, "pins": pins}
+    budget_options |= {"race": race, "on_infeasible": on_infeasible}
+    if has_budget(budget_options):
+        return _apply_budget(model, policy, blocks, budget_options, options)
+    extra = {name: budget_options[name] for name, default in _WITHOUT_BUDGET.items() if budget_options[name] != default}
     others: dict[str, Any] = {**options, **extra}
     if isinstance(policy, Plan):
         return _apply_plan(model, policy, blocks, others)
     if policy is Action.OFFLOAD:
         policy = "offload"
     if policy is not None:
-        choice_of(policy)  # raises if it is none
+        choice_of(policy)  # raises if it is invalid
     _check_options(policy, others)
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, {name: {"policy": policy, **others} for name in chosen}, model)
@@ -152,7 +154,11 @@ def apply(
 
 
 def _apply_budget(
-    model: torch.nn.Module, policy: Any, blocks: Blocks | None, given: dict[str, Any], options: Mapping[str, Any]
+    model: torch.nn.Module,
+    policy: Any,
+    blocks: Blocks | None,
+    budget_options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[str, ...]:
     if not (isinstance(policy, str) and policy == "recompute"):
         what = repr(policy) if policy is None or isinstance(policy, str) else type(policy).__name__
@@ -161,9 +167,9 @@ def _apply_budget(
         known = ", ".join(sorted(_BUDGET_OPTIONS))
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    optimizers = optimizers_of(given.pop("optimizer"), model, "apply")
-    config = BudgetConfig(optimizers=optimizers, **given)
-    check_budget(given, model, "apply")
+    optimizers = optimizers_of(budget_options.pop("optimizer"), model, "apply")
+    config = BudgetConfig(optimizers=optimizers, **budget_options)
+    check_budget(budget_options, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
     forwards = forwards_in(chosen)
@@ -176,8 +182,8 @@ def _apply_budget(
 
 def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, options: dict[str, Any]) -> tuple[str, ...]:
     if blocks is not None or options:
-        given = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
-        raise ValueError(f"apply: {given} beside a plan, which has blocks and options of its own. Leave them out.")
+        passed = ", ".join(["blocks"] * (blocks is not None) + sorted(options))
+        raise ValueError(f"apply: {passed} beside a plan, which has blocks and options of its own. Leave them out.")
     if plan.blocks is not None:
         check_planned_for(plan, model)
     settings = settings_of(plan, model)
@@ -188,15 +194,15 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     for forward in forwards.values():
         forward.run_around_compiled()
         forward.together.plan, forward.together.policy = plan, "policy=<a plan>"
-    if (found := warns_of_larger(plan)) is not None:
-        block, size = found
+    if (shown := warns_of_larger(plan)) is not None:
+        block, size = shown
         forwards[block].planned_size = size
     watch(chosen)
     return names
 
 
 def _named(policy: Policy | None) -> str:
-    """Return a policy as it may be written in `apply`; of a function or a long table its name or type."""
+    """Return a policy as written in `apply`; for a function or a long table, its name or type."""
     if policy is None or isinstance(policy, Action):
         return repr("recompute" if policy is None else policy.value)
     text = str(getattr(policy, "__qualname__", repr(policy)))
@@ -215,19 +221,20 @@ def _check_options(policy: Policy | None, options: dict[str, Any]) -> None:
             f"Known: {', '.join(sorted(known))}.{more}"
         )
     if policy == "offload":
-        offload(**options)  # raises if it cannot be called so
+        offload(**options)  # raises if the options are invalid
     else:
         CheckpointOptions(policy=policy, **options).check({})
 
 
 def remove(model: torch.nn.Module) -> tuple[str, ...]:
-    """Undo `apply` for every block of `model`. `report(model)` goes on to return the last report.
+    """Undo `apply` for every block of `model`. `report(model)` still returns the last report.
 
     Returns:
-        The qualified names of the blocks that were checkpointed; where `model` is itself one, the name of its type.
+        The qualified names of the blocks that were checkpointed; if `model` is itself one, the name of its type.
     Raises:
-        BlocksError: there are none, or `model` is a shallow copy of the one that was given to `apply`, or a part of one
-            that has a budget, whose plan is for all of its blocks.
+        BlocksError: there are none, or `model` is a shallow copy of the one passed to `apply`, or a part of one that
+            has a
+            budget, whose plan covers all of its blocks.
     """
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
@@ -239,7 +246,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _readable(applied: dict[str, Any]) -> dict[str, Any]:
-    """Return blocks by names for people: where the model is the block, which has no name, that of its type."""
+    """Return blocks by display name: if the model is the block, which has no name, that of its type."""
     return {name or type(block).__name__: block for name, block in applied.items()}
 
 
@@ -254,18 +261,19 @@ def _check_rows(group_by: str, top: int | None) -> None:
 def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int | None = None) -> ModelReport:
     """Return what the blocks of an applied model did: which of them ran, and what became of what they saved.
 
-    The first step is recorded, the first one of each plan, and the one after each report; others cost nothing. A step
-    is up to its backward. After `remove`, and until the next `apply`, this returns the last report.
+    The first step is recorded, the first one of each plan, and the one after each report; others have no overhead. A
+    step lasts until its backward. After `remove`, and until the next `apply`, this returns the last report.
 
     Args:
-        model: the one that was given to `apply`.
-        group_by: one row per operator (`"(rerun)"` for what blocks that run again save, `"(input)"` for what they hold
-            for it, `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical
-            blocks together, or per type of modules.
-        top: the number of rows, the largest; the others are summed up in one more. None: all.
+        model: the one passed to `apply`.
+        group_by: one row per operator (`"(rerun)"` for what rerun blocks save, `"(input)"` for what they hold for the
+            rerun,
+            `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical blocks
+            combined, or per type of modules.
+        top: the number of rows, largest first; the others are summed up in one more. None: all.
     Raises:
         BlocksError: no block of `model` is checkpointed, or was before `remove`.
-        ValueError: `group_by` or `top` is none of these.
+        ValueError: invalid `group_by` or `top`.
 
     Example::
 

@@ -31,38 +31,41 @@ def plan(
 ) -> Plan:
     """Measure a training step and find the fastest plan whose peak fits into a budget.
 
-    `actckpt.apply(model, policy=plan)` then runs it. Model, gradients, optimizer and random state are as before
-    afterwards, also when the step raises. No step runs that needs much more memory than one with all blocks
-    checkpointed, or than the budget. Plans offload where there is a store: to pinned memory on a device, for tensors of
-    the CPU to disk where `configure(spill_dir=...)` or a pin says so.
+    `actckpt.apply(model, policy=plan)` then runs it. Model, gradients, optimizer and random state are restored
+    afterwards, even if the step raises. No step needs much more memory than one with all blocks checkpointed, or than
+    the budget. Plans offload if there is a store: pinned memory for devices; for CPU tensors disk, if
+    `configure(spill_dir=...)` or a pin says so.
 
     Args:
         step: runs forward and backward, without arguments, through each block; may run the optimizer. A block may run
             several times in one forward of the model: the plan has each call.
-        model: what the step trains; nothing of it is checkpointed.
-        budget: most bytes at the worst moment of a step, all of it: bytes as a whole number, a text with a unit
-            (`"24GiB"`), a share of the device (`"90%"` or 0.9), or `"auto"`: what is free now and what this process
-            holds, less 5 %. On a device everything allocated counts; on a CPU parameters, buffers, gradients, the state
-            of the optimizer and the tensors that the step makes.
-        activation_budget: instead of `budget`, most bytes alive beyond what was there before the step, without
-            gradients of parameters: bytes, a text with a unit, or a share of what the step needs without actckpt
-            (`"40%"` or 0.4).
+        model: what the step trains; no part of it is checkpointed.
+        budget: maximum of all memory at any moment of a step: bytes as a whole number, a text with a unit (`"24GiB"`),
+            a
+            share of the device (`"90%"` or 0.9), or `"auto"`: free memory plus what this process holds, less 5 %. On a
+            device everything allocated counts; on a CPU parameters, buffers, gradients, optimizer state and the tensors
+            that the step makes.
+        activation_budget: instead of `budget`, maximum bytes beyond the memory in use before the step, without
+            gradients of
+            parameters: bytes, a text with a unit, or a share of what the step needs without actckpt (`"40%"` or 0.4).
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does; several in a list.
         pins: as in `actckpt.planner.solve`.
-        race: run the plan against simple choices that fit (nothing, recompute, offload inputs, offload, keep
-            attention, keep matmuls), and return the fastest. All give the same gradients. With `pins` nothing races,
-            since these hold none.
+        race: time the plan against simple policies that fit (nothing, recompute, offload inputs, offload, keep
+            attention,
+            keep matmuls), and return the fastest. All give the same gradients. Not with `pins`, which these would
+            ignore.
     Returns:
-        A plan, whose `blocks` and `places` say where its values are in the model, and whose `race` says what was
-        measured. `explain()`, `table()` and `plot()` show it.
+        A plan. Its `blocks` and `places` give the places of its values in the model, its `race` the measurements.
+        `explain()`, `table()` and `plot()` show it.
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
-        BlocksError: there are no such blocks, one does not run, or runs in several forwards of the model or inside of
-            another one, or the step exchanges tensors with other ranks.
-        TypeError: `optimizer` is none.
-        ValueError: the budget is none, a pin names nothing or is no action, or the step changes parameters and
-            `optimizer` is not given.
+        BlocksError: there are no such blocks; one does not run, or runs in several forwards of the model or inside
+            another
+            one; or the step communicates with other ranks.
+        TypeError: `optimizer` is no optimizer.
+        ValueError: the budget is invalid, a pin names nothing or is no action, or the step changes parameters and
+            `optimizer` is missing.
     Cost: ten to twenty steps, with `race` two dozen more, and a copy of the training state in host memory.
 
     Example::
@@ -78,8 +81,8 @@ def plan(
         ('0', '1', '2', '3', '4', '5')
     """
     check_model(model, "plan")
-    given = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
-    check_budget(given, model, "plan")
+    budget_options = {"budget": budget, "activation_budget": activation_budget, "pins": pins, "race": race}
+    check_budget(budget_options, model, "plan")
     check_not_meta(model, "plan")
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")

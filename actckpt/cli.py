@@ -1,7 +1,7 @@
 """The command line: `actckpt COMMAND` and `python -m actckpt COMMAND`.
 
-A command is one function in `_COMMANDS` that adds its parser and sets `run`. Whatever a command needs is
-imported when it runs, so that `--help` and mistakes answer at once.
+A command is one function in `_COMMANDS` that adds its parser and sets `run`. Its imports happen when it runs, so that
+`--help` and usage errors are fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 EXIT_INTERRUPTED = 130
-#: As of programs that a signal ends: the reader of a pipe went away.
+#: Exit status of programs ended by SIGPIPE: the reader of a pipe went away.
 EXIT_BROKEN_PIPE = 141
 
 _FIRST_STEPS = """\
@@ -51,7 +51,7 @@ In Python: actckpt.apply(model, budget="70GiB"); docs/budgets.md says how. actck
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a mistake with one line instead of the whole usage."""
+    """Reports a usage error in one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         one_line = explained_choice(" ".join(message.split()))
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards what is left in the buffer
         return EXIT_BROKEN_PIPE
     except KeyboardInterrupt:
         print("actckpt: interrupted", file=sys.stderr)
@@ -116,14 +116,14 @@ def _run_doctor(args: argparse.Namespace) -> int:
             configure(spill_dir=args.spill_dir)
         except ValueError as error:
             args.parser.error(reason(error))
-    found = {}
+    findings = {}
     with slow("actckpt doctor", "measuring, a few seconds in all (--no-measure leaves that out)"):
         for topic, finding in examine(measure=args.measure):
-            found[topic] = finding
+            findings[topic] = finding
             if not args.json:
                 print(f"{topic:<24}{finding}", flush=True)
     if args.json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(findings, indent=1))
     return 0
 
 

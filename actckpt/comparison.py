@@ -1,4 +1,4 @@
-"""`compare`: time, held bytes and peak of one training step under several policies, measured side by side."""
+"""`compare`: time, held bytes and peak of one training step under several policies, side by side."""
 
 from __future__ import annotations
 
@@ -36,24 +36,25 @@ __all__ = ["ComparedPolicy", "Comparison", "compare"]
 PLAIN = "none"
 _ACTIONS = tuple(action.value for action in Action)
 _PLAN_OPTIONS = {"budget", "activation_budget", "blocks", "optimizer", "pins", "race"}
-#: A dict that has one of these is one of keywords.
+#: A dict with one of these has keyword arguments, not places.
 _KEYWORDS = {"policy", "budget", "activation_budget"}
 
 
 @dataclasses.dataclass(frozen=True)
 class ComparedPolicy:
-    """What one policy took.
+    """The measurements of one policy.
 
     Attributes:
-        name: as given to `compare`.
+        name: as passed to `compare`.
         seconds: of one step, the median over all rounds.
         ratio: to the step without actckpt of the same round, the median over all rounds.
-        lowest_ratio, highest_ratio: of these rounds.
-        held_bytes: alive when the forward of the model returns, beyond what was before the step.
-        peak_bytes: alive at the worst moment of the step, beyond what was before it, without gradients of parameters.
-        same_bits: gradients, parameters and buffers after the step are those of the step without actckpt.
-        blocks: to how many blocks the policy was applied.
-        note: where the policy moves nothing, or not all, since tensors are small: what, and what to pass; else empty.
+        lowest_ratio, highest_ratio: over these rounds.
+        held_bytes: live bytes when the forward of the model returns, beyond those before the step.
+        peak_bytes: peak of the live bytes beyond those before the step, without gradients of parameters.
+        same_bits: gradients, parameters and buffers after the step equal those of the step without actckpt.
+        blocks: number of blocks to which the policy was applied.
+        note: if the policy offloads nothing, or not everything, because tensors are small: what, and what to pass; else
+            empty.
     """
 
     name: str
@@ -70,7 +71,7 @@ class ComparedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` measured, the step without actckpt first. `print` shows a table."""
+    """The measurements of `compare`, starting with the step without actckpt. `print` shows a table."""
 
     rows: tuple[ComparedPolicy, ...]
     rounds: int
@@ -109,7 +110,7 @@ class Comparison:
         return self.table()
 
     def plot(self, path: str | Path) -> None:
-        """Draw time against memory, as a PNG or SVG file.
+        """Plot time against memory, as a PNG or SVG file.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -133,14 +134,14 @@ def compare(
 ) -> Comparison:
     """Run a training step under several policies and compare time, held bytes and peak.
 
-    Every policy gives the same gradients; the comparison checks it bit for bit. Policies take turns within each round,
-    so that a busy machine hurts all alike. Model, gradients, optimizer and random state are as before afterwards, also
-    when the step raises.
+    Every policy gives the same gradients; the comparison checks this bit for bit. Policies alternate within each round,
+    so that load on the machine affects all of them alike. Model, gradients, optimizer and random state are restored
+    afterwards, even if the step raises.
 
     Args:
         step: runs forward and backward, without arguments; may run the optimizer.
-        model: what the step trains; nothing of it is checkpointed.
-        policies: by name, each as in `apply`, a `Plan` among them, or a dict of keywords of `apply`: with `"policy"`,
+        model: what the step trains; no part of it is checkpointed.
+        policies: by name, each as in `apply`, including a `Plan`, or a dict of keywords of `apply`: with `"policy"`,
             or with `"budget"` or `"activation_budget"`, for which a plan is made first, as `actckpt.plan` does.
             `"none"`, the step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset
             `"matmuls"`), on a GPU also `offload`.
@@ -151,8 +152,8 @@ def compare(
         A row per policy.
     Raises:
         TypeError: `step` is no function, or `model` is no module.
-        ValueError: the step takes arguments; it changes parameters and `optimizer` is not given; it leaves no
-            gradients; `rounds` is no number from 1 on; `policies` is no dict of policies by name.
+        ValueError: the step takes arguments; it changes parameters and `optimizer` is missing; it leaves no gradients;
+            `rounds` is below 1; `policies` is no dict of policies by name.
         PlanInfeasibleError: no plan fits a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: `rounds + 2` steps per policy, those of `plan` per budget, and a copy of the training state in host memory.
@@ -172,8 +173,8 @@ def compare(
     checked = Step(step, "compare", model)
     _check_not_applied(model)
     check_not_meta(model, "compare")
-    given = named_policies(policies, "compare", offloads=offloads(model))
-    options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in given.items()}
+    named = named_policies(policies, "compare", offloads=offloads(model))
+    options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in named.items()}
     _check_budgets(options, model)
     state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
     try:
@@ -184,9 +185,9 @@ def compare(
                     "policy": _planned(step, model, {"optimizer": optimizer, **each}, f"compare: policies[{name!r}]")
                 }
             candidates.append(Candidate(name, model, _forwards(model, each), checked, state))
-        found = []
+        digests = []
         for candidate in candidates:
-            found.append(_first_step(candidate, checked, model, state))
+            digests.append(_first_step(candidate, checked, model, state))
             candidate.measure_memory()
         for _ in range(rounds):
             for candidate in candidates:
@@ -194,7 +195,7 @@ def compare(
     finally:
         state.put_back()
     plain = candidates[0].seconds
-    rows = (_row(each, plain, bits == found[0]) for each, bits in zip(candidates, found, strict=True))
+    rows = (_row(each, plain, bits == digests[0]) for each, bits in zip(candidates, digests, strict=True))
     return Comparison(tuple(rows), rounds)
 
 
@@ -207,12 +208,12 @@ def _check_not_applied(model: torch.nn.Module) -> None:
 
 
 def offloads(model: torch.nn.Module) -> bool:
-    """Return whether the default is to offload blocks of a model: where they are on a device that can."""
+    """Return whether `offload` is a default policy: the model is on a device that supports it."""
     return not no_backend(device_of(model).type)
 
 
 def default_policies(*, offloads: bool) -> dict[str, Any]:
-    """Return what is compared where nothing is named."""
+    """Return the default policies."""
     policies: dict[str, Any] = {"recompute": "recompute", "keep matmuls": "matmuls"}
     if offloads:
         policies["offload"] = "offload"
@@ -220,7 +221,7 @@ def default_policies(*, offloads: bool) -> dict[str, Any]:
 
 
 def named_policies(policies: Any, who: str, *, offloads: bool) -> dict[str, Any]:
-    """Return the policies that are compared, by name, without the step as it is.
+    """Return the compared policies by name, without the plain step.
 
     Raises:
         ValueError: they are no dict of policies by name; says what to pass.
@@ -246,49 +247,49 @@ def named_policies(policies: Any, who: str, *, offloads: bool) -> dict[str, Any]
     return {name: policy for name, policy in policies.items() if name != PLAIN}
 
 
-def _by_name(given: Any) -> str:
-    """Return how to write what was given as a dict, for an error."""
-    if isinstance(given, str):
-        return f"{{{given!r}: {given!r}}}"
-    if isinstance(given, Plan):
+def _by_name(value: Any) -> str:
+    """Return how to write the argument as a dict, for an error."""
+    if isinstance(value, str):
+        return f"{{{value!r}: {value!r}}}"
+    if isinstance(value, Plan):
         return "{'plan': plan}"
-    if isinstance(given, (list, tuple)) and all(each in (*PRESETS, *_ACTIONS) for each in given):
-        return f"{{{', '.join(f'{each!r}: {each!r}' for each in given)}}}"
-    if isinstance(given, (list, tuple)):
-        return f"{{'keep these': [{', '.join(map(str, given))}]}}"
+    if isinstance(value, (list, tuple)) and all(item in (*PRESETS, *_ACTIONS) for item in value):
+        return f"{{{', '.join(f'{item!r}: {item!r}' for item in value)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{{'keep these': [{', '.join(map(str, value))}]}}"
     return "{'mine': policy}"
 
 
 def options_of(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]:
-    """Return keywords of `apply` for a policy, or of `plan` for a budget.
+    """Return keyword arguments of `apply` for a policy, or of `plan` for a budget.
 
-    A dict with none of these keywords in it is a policy: a table of places.
+    A dict with none of these keywords is a policy: a table of places.
 
     Args:
-        where: what has the policy, for errors.
+        where: the argument that has the policy, for errors.
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a policy.
     """
     has_keywords = isinstance(policy, Mapping) and not _KEYWORDS.isdisjoint(policy)
     options = {"blocks": blocks, **(policy if has_keywords else {"policy": policy})}
-    given = options.get("policy")
+    chosen = options.get("policy")
     if "policy" not in options:
         if unknown := sorted(map(str, options.keys() - _PLAN_OPTIONS)):
             near = did_you_mean(unknown, sorted(_PLAN_OPTIONS))
             known = ", ".join(sorted(_PLAN_OPTIONS))
             raise ValueError(f"{where}: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
-    elif given is not None and not isinstance(given, Plan):
+    elif chosen is not None and not isinstance(chosen, Plan):
         if isinstance(policy, Mapping) and not has_keywords:
             _check_no_options(policy, where)
         try:
-            choice_of(given)
+            choice_of(chosen)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
     return {name: option for name, option in options.items() if name != "blocks" or option is not None}
 
 
 def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
-    """Raise where a dict without a policy and a budget has options in it, or one of these two misspelt."""
+    """Raise if a dict without a policy and a budget contains options, or misspells one of these two."""
     for key, action in table.items():
         has_action = isinstance(action, Action) or action in _ACTIONS
         if key in OPTION_NAMES and not has_action:
@@ -296,7 +297,7 @@ def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
                 f"{where}: {key!r} is an option, and there is no policy and no budget beside it. Pass one: "
                 f"{{'policy': 'recompute', {key!r}: ...}}."
             )
-        # The name of a value may be like that of another option.
+        # The name of a value may resemble that of another option.
         known = _KEYWORDS if has_action else OPTION_NAMES
         near = did_you_mean([str(key).lower()], sorted(known), cutoff=0.8)
         if near and key not in OPTION_NAMES:
@@ -304,7 +305,7 @@ def _check_no_options(table: Mapping[Any, Any], where: str) -> None:
 
 
 def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Module) -> None:
-    """Raise, before any step runs, where a budget, or what goes with it, is none."""
+    """Raise, before any step runs, if a budget or its options are invalid."""
     for name, options in policies.items():
         where = f"compare: policies[{name!r}]"
         try:
@@ -323,7 +324,7 @@ def _planned(step: Callable[[], object], model: torch.nn.Module, options: dict[s
 
 
 def _forwards(model: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any]:
-    """Return the forwards that `apply` gives to blocks."""
+    """Return the replaced forwards of blocks under `apply`."""
     apply(model, **options)
     forwards = {block: block.forward for block in applied_blocks(model).values()}
     remove(model)
@@ -331,7 +332,7 @@ def _forwards(model: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.
 
 
 def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state: TrainingState) -> list[bytes]:
-    """Warm up; return a digest of what the step leaves."""
+    """Warm up; return a digest of the state after the step."""
     with state.checked("compare"):
         candidate.run()
     step.check_gradients(bool(step.left_gradients) or state.has_changed_parameters())
@@ -339,7 +340,7 @@ def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state:
 
 
 def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedPolicy:
-    """Return what was measured, beside the times without actckpt of the same rounds."""
+    """Return the measurements, relative to the plain times of the same rounds."""
     forwards = candidate.forwards.values()
     ratios = [ours / theirs for ours, theirs in zip(candidate.seconds, plain, strict=True)]
     return ComparedPolicy(
@@ -352,5 +353,7 @@ def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedP
         peak_bytes=candidate.peak_bytes,
         same_bits=same_bits,
         blocks=len(candidate.forwards),
-        note=stayed([(each.name, entry) for each in forwards for entry in each.together.recording.entries_of(each)]),
+        note=stayed(
+            [(forward.name, entry) for forward in forwards for entry in forward.together.recording.entries_of(forward)]
+        ),
     )

@@ -17,7 +17,7 @@ from actckpt._text.suggestions import did_you_mean
 __all__ = ["Settings", "configure", "parse_bytes"]
 
 _PROBE_BYTES = 4096
-#: A name in `opaque` that begins like this is an operator's; other namespaces may also be names of modules.
+#: Names in `opaque` with these prefixes are operators; other prefixes may also be module names.
 _NAMESPACES = ("aten", "prims")
 
 
@@ -26,35 +26,34 @@ Audit = Literal["first", "always", "off"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What `configure` sets. Sizes are in bytes; None means that the engine finds a value."""
+    """The settings of `configure`. Sizes are in bytes; None: automatic."""
 
-    #: Most bytes of pinned host memory. None: half of what the machine, its cgroup and the ranks of
-    #: this node leave.
+    #: Maximum pinned host memory. None: half of the free memory of the machine and its cgroup, per rank of this node.
     host_limit: int | None = None
-    #: Most bytes in the spill file. None: what the file system has.
+    #: Maximum size of the spill file. None: the free space of the file system.
     disk_limit: int | None = None
     #: Folder of the spill file. None: that of `tempfile`, and device tensors never go to disk.
     spill_dir: str | None = None
-    #: Most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: follow the sizes of what is
-    #: stored, from 4 to 256 MiB.
+    #: Maximum in-flight bytes to a store, and maximum prefetched bytes. `"auto"`: follow the sizes of what is stored,
+    #: from 4 to 256 MiB.
     max_inflight: int | str = "auto"
-    #: Threads that copy CPU tensors, and device tensors from pinned memory on.
+    #: Threads that copy CPU tensors, and device tensors from pinned memory to disk.
     num_workers: int = 2
-    #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return
-    #: their memory to the system. glibc only.
+    #: Whether offloading CPU tensors sets malloc's mmap threshold once, so that freed tensors return their memory to
+    #: the system. glibc only.
     fix_malloc: bool = True
 
-    #: When the checksum of a dropped tensor is compared with what replay makes: `"first"`: until its place in the
-    #: program came back right once; `"always"`; `"off"`.
+    #: When checksums of dropped tensors are compared with their replay: `"first"`: until their place in the program has
+    #: passed once; `"always"`; `"off"`.
     audit: Audit = "first"
     #: Operators (`"aten.mul.Tensor"`, or `"aten.mul"` for all overloads), modules (`"blocks.3.attention"`) and both
     #: (`"blocks.3.attention::aten.mul"`), also with wildcards, whose values are never replayed.
     opaque: tuple[str, ...] = ()
-    #: Types of dispatch modes of the program that change no results: what runs below them is replayed as usual.
+    #: Types of the program's dispatch modes that change no results: values below them are replayed as usual.
     observers: tuple[type, ...] = ()
-    #: In which order operators are replayed. None: see NOTE [ Order ] in actckpt/_replay/schedule.py.
+    #: A function that orders the operators of a replay. None: the one in actckpt/_replay/schedule.py.
     replay_order: Any = None
-    #: Whether work of backward that runs out of memory runs once more.
+    #: Whether backward work that runs out of memory runs once more.
     rescue: bool = True
 
     @property
@@ -69,7 +68,7 @@ class Settings:
 
 
 class SettingsKeywords(TypedDict, total=False):
-    """What `configure` takes for each of the `Settings`."""
+    """The argument types of `configure`."""
 
     host_limit: int | str | None
     disk_limit: int | str | None
@@ -85,40 +84,41 @@ class SettingsKeywords(TypedDict, total=False):
 
 
 _settings = Settings()
-#: Counts calls of `configure`, so that stores notice a change.
+#: Number of `configure` calls, so that stores notice a change.
 generation: int = 0
 
 
 def settings() -> Settings:
-    """Return the settings in force."""
+    """Return the current settings."""
     return _settings
 
 
 def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
-    """Change settings; those not named stay. Stores made afterwards follow them.
+    """Change settings; others stay. Stores created afterwards use them.
 
     Args:
-        host_limit: most bytes of pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB
-            GPU tensors stay where they are.
-        disk_limit: most bytes in the spill file; None: no limit of ours.
+        host_limit: maximum pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB GPU
+            tensors
+            stay where they are.
+        disk_limit: maximum size of the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
-        max_inflight: most bytes on their way to a store, and most bytes read ahead of backward. `"auto"`: the root of
-            what is stored times the largest tensor of it, at least four of the largest, and from 4 to 256 MiB.
+        max_inflight: maximum in-flight bytes to a store, and maximum prefetched bytes. `"auto"`: the square root of the
+            stored bytes times their largest tensor, at least four of the largest, and from 4 to 256 MiB.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
-        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what replay makes.
+        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with their replay.
         opaque: operators (also by name) and names of modules, also with wildcards, whose values are never replayed.
         observers: types of dispatch modes (`TorchDispatchMode`) that change no results, in addition to those of this
-            package and of torch's tools. What operators return below any other mode is kept.
+            package and of torch's tools. Values made below any other mode are kept.
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
-            order with the lowest peak that the built-in rules find.
+            built-in order, which minimizes the peak heuristically.
         rescue: whether a rerun, replay or reload that runs out of memory in backward runs once more, after caches were
             emptied.
     Returns:
-        The settings in force now.
+        The current settings.
     Raises:
-        ValueError: an unknown setting, a size that is none, a folder that cannot be written to, an operator that does
-            not exist, or a value of another type. No setting is changed then.
+        ValueError: an unknown setting, an invalid size, a folder that cannot be written to, an operator that does not
+            exist, or a value of the wrong type. No setting changes then.
 
     Example::
 
@@ -151,7 +151,7 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
 
 
 def _checked_size(name: str, size: object) -> int | str | None:
-    """Return a size in bytes, or what else the setting `name` takes."""
+    """Return a size in bytes, or another value that the setting `name` accepts."""
     if size is None and name != "max_inflight":
         return None
     return "auto" if size == "auto" and name == "max_inflight" else parse_bytes(size, what=f"configure: {name}")
@@ -171,18 +171,18 @@ def _check_replay(changes: dict[str, Any]) -> None:
 
 
 def _checked_types(observers: Any) -> tuple[type, ...]:
-    given: list[Any] = list(observers) if isinstance(observers, Iterable) and not isinstance(observers, str) else [None]
-    if not all(isinstance(kind, type) and hasattr(kind, "__torch_dispatch__") for kind in given):
+    types: list[Any] = list(observers) if isinstance(observers, Iterable) and not isinstance(observers, str) else [None]
+    if not all(isinstance(kind, type) and hasattr(kind, "__torch_dispatch__") for kind in types):
         raise ValueError(f"configure: observers={observers!r}. Pass a list of types of dispatch modes, not modes.")
-    return tuple(given)
+    return tuple(types)
 
 
 def _checked_names(opaque: Any) -> tuple[str, ...]:
     """Return the names in `opaque`; operators of torch must exist."""
-    given = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
-    if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in given):
+    entries = list(opaque) if isinstance(opaque, Iterable) and not isinstance(opaque, str) else [None]
+    if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in entries):
         raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
-    names = [str(name) for name in given]
+    names = [str(name) for name in entries]
     names = [name.replace("::", ".") if name.partition("::")[0] in _NAMESPACES else name for name in names]
     for name in names:
         selector = Selector.parse(name)
@@ -200,7 +200,7 @@ def _checked_folder(folder: object) -> str:
         raise ValueError(f"configure: spill_dir={folder!r} is a {type(folder).__name__}. Pass a folder.") from None
     if not os.path.isdir(path):
         raise ValueError(f"configure: spill_dir={path!r} is not a folder that can be written to. Pass another one.")
-    try:  # some folders (/proc, for root) pass every check but this one
+    try:  # some folders (/proc, for root) pass every other check
         with tempfile.TemporaryFile(dir=path, buffering=0) as file:
             file.write(bytes(_PROBE_BYTES))
     except OSError as error:

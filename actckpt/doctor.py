@@ -1,4 +1,4 @@
-"""`actckpt doctor`: what runs here and why, limits, and measured bandwidths."""
+"""`actckpt doctor`: versions and backends with reasons, limits, and measured bandwidths."""
 
 import os
 import platform
@@ -43,9 +43,9 @@ def _device(measure: bool) -> Iterator[Finding]:
         reason = _C.why_no_driver(devices.CUDA_LIBRARY)
         yield "offload of GPU tensors", f"off: torch finds no GPU; driver: {reason or 'present'}"
         return
-    found = [accelerator.device_at(index) for index in range(accelerator.device_count())]
-    yield "gpu", ", ".join(map(accelerator.name_of, found))
-    for device in found:
+    devices_here = [accelerator.device_at(index) for index in range(accelerator.device_count())]
+    yield "gpu", ", ".join(map(accelerator.name_of, devices_here))
+    for device in devices_here:
         yield str(device), _describe(accelerator, device)
     if reason := no_backend(accelerator.device_type):
         yield "offload of GPU tensors", f"off: {reason}"
@@ -59,12 +59,12 @@ def _device(measure: bool) -> Iterator[Finding]:
     yield "pinned memory limit", f"{_size(host)} ({source})"
     yield "beyond it", settings.spill_dir or "tensors stay on the GPU: spill_dir is not set"
     if measure:
-        out, back = (_rate(_time_copy(found[0], to_host=to_host)) for to_host in (True, False))
+        out, back = (_rate(_time_copy(devices_here[0], to_host=to_host)) for to_host in (True, False))
         yield "link", f"device to host {out}, host to device {back}"
 
 
 def _describe(accelerator: Accelerator, device: torch.device) -> str:
-    """Return memory of a device, and what its vendor's library tells of it."""
+    """Return a device's memory, and facts from its vendor's library."""
     facts, known = accelerator.facts_of(device), []
     if (memory := accelerator.memory_info(device)) is not None:
         known.append(f"{_size(memory[0])} free of {_size(memory[1])}")

@@ -1,4 +1,4 @@
-"""`estimate`: what a training step would hold and take on a device that is not there, under several policies."""
+"""`estimate`: memory and time of a training step on a device that is not there, under several policies."""
 
 from __future__ import annotations
 
@@ -44,20 +44,21 @@ _ERROR_OF_SECONDS = (
 
 @dataclasses.dataclass(frozen=True)
 class EstimatedPolicy:
-    """What one policy would take.
+    """The estimate for one policy.
 
     Attributes:
-        name: as given to `estimate`.
+        name: as passed to `estimate`.
         seconds: of one step of large kernels, by the rates of the target (docs/estimate.md).
-        recompute_seconds: of these, what runs again.
-        stall_seconds: of these, what waits for the link.
-        flops: floating-point operations of products, convolutions and attention.
-        held_bytes: alive when the forward of the model returns, beyond what was before the step.
-        peak_bytes: alive at the worst moment of the step, beyond what was before it, without gradients of parameters:
-            what `compare` measures.
-        total_peak_bytes: alive at the worst moment of the step, all of it: parameters, buffers, state of the optimizer,
-            gradients, activations. Workspaces of kernels, and what the allocator adds, do not count.
-        blocks: to how many blocks the policy was applied.
+        recompute_seconds: of these, recomputation.
+        stall_seconds: of these, waiting for the link.
+        flops: floating-point operations of matrix products, convolutions and attention.
+        held_bytes: live bytes when the forward of the model returns, beyond those before the step.
+        peak_bytes: peak of the live bytes beyond those before the step, without gradients of parameters: what `compare`
+            measures.
+        total_peak_bytes: peak of all live bytes: parameters, buffers, optimizer state, gradients, activations.
+            Workspaces
+            of kernels, and overhead of the allocator, do not count.
+        blocks: number of blocks to which the policy was applied.
     """
 
     name: str
@@ -73,14 +74,14 @@ class EstimatedPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What `estimate` found, the step without actckpt first. `print` shows a table.
+    """The result of `estimate`, starting with the step without actckpt. `print` shows a table.
 
     Attributes:
         rows: one per policy.
         target: the device.
         model_bytes, gradient_bytes, optimizer_bytes: of parameters and buffers, of their gradients after a step, and of
-            the state of the optimizer.
-        notes: what was assumed that may not hold on the device.
+            the optimizer state.
+        notes: assumptions that may not hold on the device.
     """
 
     rows: tuple[EstimatedPolicy, ...]
@@ -103,7 +104,7 @@ class Estimate:
         return dataclasses.asdict(self)
 
     def table(self) -> str:
-        """Return a table, one line per policy, and what was assumed."""
+        """Return a table, one line per policy, and the assumptions."""
         plain = self.rows[0]
         lines = [("policy", "step", "x none", "recompute", "waits", "held", "peak", "of none", "all")]
         for row in self.rows:
@@ -140,29 +141,29 @@ def estimate(
     blocks: Blocks | None = None,
     optimizer: Optimizers = None,
 ) -> Estimate:
-    """Say what a training step would hold and take on a device, per policy, without running it.
+    """Estimate memory and time of a training step on a device, per policy, without running it.
 
-    The step runs on fake tensors, which have shapes and no bytes: nothing is allocated, no device is needed, and the
-    model may be on the meta device. Bytes are those of the very operators that run, replays and reruns included. Model,
-    gradients, optimizer and random state are as before afterwards, also when the step raises; other Python objects that
-    the step changes (a scheduler, a list of losses) are not.
+    The step runs on fake tensors, which have shapes but no bytes: nothing is allocated, no device is needed, and the
+    model may be on the meta device. Bytes are those of the operators that actually run, including replays and reruns.
+    Model, gradients, optimizer and random state are restored afterwards, even if the step raises; other Python objects
+    that the step changes (a scheduler, a list of losses) are not.
 
     Args:
         step: runs forward and backward, without arguments; may run the optimizer. Devices that it names are replaced.
-        model: what the step trains; nothing of it is checkpointed. It is neither run nor changed.
-        policies: as in `compare`, plans that were made among them. What offloads single values (`PerOp` with
-            `"offload"`, `offload_inputs`) and budgets, for which a plan would have to be made, are refused. None:
-            `recompute`, `keep matmuls`, and `offload` but for the CPU.
-        target: a name (`Target.named`), or a `Target` with rates of your own.
+        model: what the step trains; no part of it is checkpointed. It is neither run nor changed.
+        policies: as in `compare`, including existing plans. Policies that offload single values (`PerOp` with
+            `"offload"`, `offload_inputs`), and budgets, which need a plan first, raise. None: `recompute`, `keep
+            matmuls`, and `offload` except for the CPU.
+        target: a name (`Target.named`), or a `Target` with your own rates.
         blocks: as in `apply`.
-        optimizer: whose state counts, also where the step does not run it; several in a list.
+        optimizer: its state counts, even if the step does not run it; several in a list.
     Returns:
         A row per policy.
     Raises:
         TypeError: `step` is no function, or `model` is no module.
-        ValueError: the target is not known; the step takes arguments, calls no backward, needs the numbers of a tensor
-            (`.item()`, a boolean mask), or runs an optimizer that was not given; `policies` is no dict of policies by
-            name, or one of them is none, offloads single values or is a budget.
+        ValueError: the target is unknown; the step takes arguments, calls no backward, needs the numbers of a tensor
+            (`.item()`, a boolean mask), or runs an optimizer that was not passed; `policies` is no dict of policies by
+            name, or one of them is invalid, offloads single values or is a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: a step per policy and one more, some tenths of a millisecond per operator, whatever the sizes.
 
@@ -182,7 +183,7 @@ def estimate(
     _check(model)
     optimizers = optimizers_of(optimizer, model, "estimate")
     named = named_policies(policies, "estimate", offloads=not device.is_cpu)
-    options = {name: checked_options(each, blocks, f"estimate: policies[{name!r}]") for name, each in named.items()}
+    options = {name: checked_options(policy, blocks, f"estimate: policies[{name!r}]") for name, policy in named.items()}
     with uncounted(), Fakes(device) as fakes, Stepper(fakes, device, model, optimizers) as stepper:
         stepper.warm_up(checked)
         return estimate_with(stepper, checked, device, options)
@@ -195,30 +196,30 @@ def estimate_with(
     options: Mapping[str, dict[str, Any]],
     progress: Callable[[str], object] = lambda _: None,
 ) -> Estimate:
-    """Return the estimate of a stepper that is warm.
+    """Return the estimate of a stepper that is warmed up.
 
     Args:
-        options: keywords of `apply` by the name of the policy, as `checked_options` gives them.
-        progress: is told which policy runs.
+        options: keywords of `apply` by the name of the policy, as `checked_options` returns them.
+        progress: called with the name of the running policy.
     """
     figures: dict[str, Figures] = {}
-    for name, each in {PLAIN: None, **options}.items():
+    for name, keywords in {PLAIN: None, **options}.items():
         progress(name)
-        figures[name] = stepper.run(step, each)
+        figures[name] = stepper.run(step, keywords)
     plain = figures[PLAIN]
     rows = [
         EstimatedPolicy(
             name=name,
-            seconds=found.busy_seconds + found.stall_seconds,
-            recompute_seconds=max(0.0, found.busy_seconds - plain.busy_seconds),
-            stall_seconds=found.stall_seconds,
-            flops=found.flops,
-            held_bytes=found.held_bytes,
-            peak_bytes=found.peak_bytes,
-            total_peak_bytes=found.total_peak_bytes,
-            blocks=found.blocks,
+            seconds=row.busy_seconds + row.stall_seconds,
+            recompute_seconds=max(0.0, row.busy_seconds - plain.busy_seconds),
+            stall_seconds=row.stall_seconds,
+            flops=row.flops,
+            held_bytes=row.held_bytes,
+            peak_bytes=row.peak_bytes,
+            total_peak_bytes=row.total_peak_bytes,
+            blocks=row.blocks,
         )
-        for name, found in figures.items()
+        for name, row in figures.items()
     ]
     return Estimate(
         rows=tuple(rows),
@@ -251,9 +252,9 @@ def checked_options(policy: Any, blocks: Blocks | None, where: str) -> dict[str,
     """Return keywords of `apply` for a policy.
 
     Args:
-        where: what has the policy, for errors.
+        where: the argument that has the policy, for errors.
     Raises:
-        ValueError: it is none, offloads single values, or is a budget.
+        ValueError: it is invalid, offloads single values, or is a budget.
     """
     options = options_of(policy, blocks, where)
     if "policy" not in options:
@@ -261,16 +262,16 @@ def checked_options(policy: Any, blocks: Blocks | None, where: str) -> dict[str,
             f"{where} is a budget. A plan for it is made of measured times, and tensors without bytes have none: make "
             "it where the model runs, actckpt.plan(step, model=model, ...), and estimate that plan as a policy."
         )
-    given = options["policy"]
-    if given in ("offload", Action.OFFLOAD):
+    chosen = options["policy"]
+    if chosen in ("offload", Action.OFFLOAD):
         options.pop("to", None)  # the memory of the host
         return {**options, "policy": "offload"}
     if options.get("offload_inputs"):
         raise ValueError(f"{where} has offload_inputs, which moves single values. {_NOT_SHOWN}")
-    if _offloads(given):
+    if _offloads(chosen):
         raise ValueError(f"{where} offloads single values. {_NOT_SHOWN}")
-    if callable(given) and not isinstance(given, (PerOp, Plan)):
-        options["policy"] = _asked(where, given)
+    if callable(chosen) and not isinstance(chosen, (PerOp, Plan)):
+        options["policy"] = _asked(where, chosen)
     return options
 
 

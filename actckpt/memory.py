@@ -1,25 +1,22 @@
 """Peak activation bytes, counted exactly instead of read from the operating system.
 
-Resident memory says what malloc keeps, not what a training step needs. Here every storage that an operator
-allocates is counted once, from the operator's return until the storage dies. `LiveStorages` is the counter,
-`measure_step` the one call that compares methods on any device.
+Resident memory shows what malloc keeps, not what a training step needs. Here every storage that an operator allocates
+is counted once, from the operator's return until the storage dies. `LiveStorages` is the counter; `measure_step`
+compares methods on any device.
 
-NOTE [What is counted]
-
-1. A storage counts when it first leaves an operator and was not among that operator's arguments. What existed
-   before (parameters, buffers, the input batch) is therefore never counted, whatever it grows to. Neither is
-   memory made without an operator (NumPy arrays, files mapped by hand, raw kernels), nor an operator's own
-   workspace, which is gone before it returns.
-2. Bytes are those of the storage, not of the tensor: a view keeps all of it alive and costs nothing more.
-3. A storage stops counting when its last owner releases it. torch keeps the Python object of a storage as long as
-   the C++ storage lives, so a weak reference to it dies exactly then.
-4. The gradient of a parameter counts as an activation from its computation until it has been accumulated, as
-   long as backward needs room for it. What `param.grad` then keeps is reported apart, or was there before.
-5. Tensors on the meta device, and fake tensors, have no bytes; `device="meta"` counts those that they would
-   have. Sparse tensors count their parts; layouts that show no storage at all (mkldnn) cannot be counted.
-6. Dispatch modes belong to a thread. Autograd gives its device threads the modes of the thread that called
-   backward, so they are seen and the counter takes a lock; threads that the program starts itself are not.
-7. Compiled code runs compiled: what inductor allocates bypasses the dispatcher and is not seen.
+- A storage counts when it first leaves an operator and was not among that operator's arguments. So what existed before
+  (parameters, buffers, the input batch) never counts, whatever it grows to. Neither does memory made without an
+  operator (NumPy arrays, mapped files, raw kernels), nor an operator's own workspace, which is freed before it returns.
+- Bytes are those of the storage, not of the tensor: a view keeps all of it alive and costs nothing more.
+- A storage stops counting when its last owner releases it. torch keeps the Python object of a storage as long as the
+  C++ storage is alive, so a weak reference to it dies exactly then.
+- The gradient of a parameter counts as an activation until it is accumulated, since backward needs room for it. What
+  `param.grad` then holds is reported separately, or existed before.
+- Meta tensors and fake tensors have no bytes; `device="meta"` counts those that they would have. Sparse tensors count
+  their parts; layouts without a visible storage (mkldnn) cannot be counted.
+- Dispatch modes belong to a thread. Autograd gives its device threads the modes of the thread that called backward, so
+  these are seen, and the counter takes a lock. Threads that the program starts itself are not seen.
+- Compiled code runs compiled: what inductor allocates bypasses the dispatcher and is not seen.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ __all__ = ["LiveStorages", "StepMemory", "explain_oom", "measure_step"]
 
 
 class _Entry(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to one counted storage, with what was counted for it."""
+    """A weak reference to one counted storage, with its counted bytes."""
 
     __slots__ = ("is_gradient", "key", "nbytes")
 
@@ -59,14 +56,13 @@ class _Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class LiveStorages(ObservingMode):
-    """Count the bytes of the storages that operators allocate inside the `with` block and that still live.
+    """Count the bytes of the storages that operators allocate inside the `with` block and that are still alive.
 
-    Counters nest, end in any order, may be entered again (they go on counting) and keep nothing alive. After the block
-    nothing new is counted, but deaths still are, so that `live_bytes` says how much of what the block made is held.
+    Counters nest, end in any order, may be reentered (they continue to count) and keep nothing alive. After the block
+    nothing new is counted, but deaths still are, so `live_bytes` shows how much of what the block made is held.
 
     Args:
-        parameters: leaf tensors whose gradients are taken out of `live_bytes` into `gradient_bytes` once
-            accumulated; see NOTE [What is counted], 4.
+        parameters: leaf tensors whose gradients move from `live_bytes` to `gradient_bytes` once they are accumulated.
         device: count only storages on devices of this type ("cpu", "cuda"); None counts all that have bytes; "meta"
             counts what the storages of meta tensors and of fake ones, whatever their device, would hold.
         timeline: also record every change of `live_bytes` for `timeline`.
@@ -106,20 +102,20 @@ class LiveStorages(ObservingMode):
         self._start_s = time.perf_counter()
         self._entries: dict[int, _Entry] = {}
         self._deaths: deque[tuple[float, _Entry]] = deque()
-        self._lock = threading.RLock()  # reentrant: a collection inside it may run finalizers that come back
+        self._lock = threading.RLock()  # reentrant: a collection inside it may run finalizers that call back
         self._live_bytes = self._gradient_bytes = self._peak_bytes = 0
         self._hooks: list[Any] = []  # one per parameter and entry, newest last
 
     @property
     def live_bytes(self) -> int:
-        """Bytes alive now, without accumulated gradients of `parameters`."""
+        """Live bytes, without accumulated gradients of `parameters`."""
         with self._lock:
             self._count_deaths()
             return self._live_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes alive now in gradients of `parameters` that were accumulated inside the block."""
+        """Live bytes in gradients of `parameters` that were accumulated inside the block."""
         with self._lock:
             self._count_deaths()
             return self._gradient_bytes
@@ -131,19 +127,19 @@ class LiveStorages(ObservingMode):
 
     @property
     def timeline(self) -> tuple[tuple[float, int], ...]:
-        """`(seconds since the counter was made, live bytes)` after every change; empty unless asked for."""
+        """`(seconds since the counter was made, live bytes)` after every change; empty unless requested."""
         with self._lock:
             self._count_deaths()
             return tuple(self._timeline or ())
 
     def reset_peak(self) -> None:
-        """Start the peak again from what is alive now."""
+        """Reset the peak to the live bytes."""
         with self._lock:
             self._count_deaths()
             self._peak_bytes = self._live_bytes
 
     def count(self, tensor: torch.Tensor, outside: Container[int]) -> None:
-        """Count a tensor that code made which no dispatch mode sees, compiled code for example.
+        """Count a tensor from code that no dispatch mode sees, for example compiled code.
 
         Args:
             outside: ids of storages that do not count.
@@ -171,7 +167,7 @@ class LiveStorages(ObservingMode):
         num_modes = torch_private.num_dispatch_modes()
         if num_modes and torch_private.dispatch_mode_at(num_modes - 1) is self:
             super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        else:  # torch would take off whatever is innermost
+        else:  # torch would pop the innermost mode
             torch_private.remove_dispatch_mode(self)
 
     def __torch_dispatch__(
@@ -182,9 +178,9 @@ class LiveStorages(ObservingMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass takes itself apart; we see its inner operators
+            return NotImplemented  # the subclass calls operators on its inner tensors, which are seen
         if func is torch.ops.prim.device.default:
-            return func(*args)  # fake tensors ask it for every operator
+            return func(*args)  # fake tensors call it for every operator
         kwargs = kwargs or {}
         before = {id(storage): storage for storage in storages_of((args, kwargs))}
         result = func(*args, **kwargs)
@@ -199,7 +195,7 @@ class LiveStorages(ObservingMode):
         return result
 
     def _entry(self, storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of a counted storage. A death not counted yet may have left another one at its address."""
+        """The entry of a counted storage. A pending death may have left another one at its address."""
         entry = self._entries.get(id(storage))
         return entry if entry is not None and entry() is storage else None
 
@@ -210,7 +206,7 @@ class LiveStorages(ObservingMode):
             deaths = self._deaths  # not self: a callback must not keep the counter alive
 
             def note_death(entry: _Entry) -> None:
-                # Runs wherever the storage dies, perhaps inside our lock or another thread: only append.
+                # Runs wherever the storage dies, perhaps inside our lock or in another thread: only append.
                 deaths.append((time.perf_counter(), entry))
 
             entry = _Entry(storage, note_death)
@@ -258,12 +254,13 @@ class LiveStorages(ObservingMode):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """What one step needed beyond the memory that was in use before it.
+    """What one step needed beyond the memory in use before it.
 
     Attributes:
-        peak_bytes: largest number of activation bytes alive at once.
-        timeline: `(seconds since the start, live storage bytes)` after every change; the seconds include what
-            counting costs.
+        peak_bytes: peak of the live activation bytes.
+        timeline: `(seconds since the start, live storage bytes)` after every change; the seconds include the overhead
+            of
+            counting.
     """
 
     peak_bytes: int
@@ -275,21 +272,20 @@ def measure_step(
 ) -> StepMemory:
     """Run `step` once and measure its peak activation bytes.
 
-    Room for every parameter's gradient is made before the step (zeros where there was None), so that
-    gradients are in no figure and plain, checkpointed and offloaded models can be compared. On a GPU the peak
-    is the caching allocator's, which includes rounding and operators' workspaces; elsewhere it is that of
-    `LiveStorages`.
+    Every parameter's gradient is allocated before the step (zeros if it was None). So gradients are not included, and
+    plain, checkpointed and offloaded models can be compared. On a GPU the peak is the caching allocator's, which
+    includes rounding and operators' workspaces; elsewhere it is that of `LiveStorages`.
 
     Args:
-        step: runs forward and backward, adding into the gradients that are there.
-        device: where the model is.
+        step: runs forward and backward, and accumulates into the existing gradients.
+        device: of the model.
         parameters: the model's parameters.
 
     Returns:
         Peak and timeline of the step.
 
     Raises:
-        ValueError: `step` replaced gradients, as `zero_grad(set_to_none=True)` makes backward do.
+        ValueError: `step` replaced gradients, as backward does after `zero_grad(set_to_none=True)`.
     """
     device = torch.device(device)
     trained = [p for p in parameters if p.requires_grad]
@@ -297,7 +293,7 @@ def measure_step(
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad for p in trained]
-    gc.collect()  # garbage from before must not be freed inside the step, where it would lower the peak
+    gc.collect()  # earlier garbage must not be freed inside the step, where it would lower the peak
     allocator = devices.counting(device)
     before_bytes = 0 if allocator is None else allocator.reset_peak(device)
     with LiveStorages(device=device, timeline=True) as live:
@@ -312,7 +308,7 @@ def measure_step(
 
 
 class _ResizeWatch:
-    """Tells its watchers of `UntypedStorage.resize_`, which no dispatch mode sees (FSDP frees memory so)."""
+    """Notifies its watchers of `UntypedStorage.resize_`, which no dispatch mode sees (FSDP frees memory with it)."""
 
     def __init__(self) -> None:
         self._watchers: list[Callable[[torch.UntypedStorage], None]] = []
@@ -328,7 +324,7 @@ class _ResizeWatch:
             self._watchers.append(watcher)
 
     def remove(self, watcher: Callable[[torch.UntypedStorage], None]) -> None:
-        """Forget `watcher` once; the last one puts the method back."""
+        """Remove `watcher` once; the last one restores the method."""
         with self._lock:
             self._watchers.remove(watcher)
             if not self._watchers:
@@ -346,7 +342,7 @@ class _ResizeWatch:
 
         def restore() -> None:
             if cls.__dict__.get("resize_") is not resize_:
-                return  # somebody, as the guard of offloading, has wrapped it since and calls it: it stays
+                return  # someone, like the offload guard, has wrapped it since and calls it: it stays
             delattr(cls, "resize_") if inherited else setattr(cls, "resize_", original)
             self._is_patched = False
 
@@ -363,8 +359,8 @@ def explain_oom(model: torch.nn.Module, optimizer: Optimizers = None) -> Iterato
     """Add a table of memory by module to out-of-memory errors.
 
     The table is a note of the error; before Python 3.11 it is added to the message. It has at most ten lines: tensors
-    saved for backward, inputs of checkpoints, parameters, gradients, optimizer state, and what else is allocated.
-    Saved tensors count for the module whose parameter was used last before them. The model needs no `apply`.
+    saved for backward, inputs of checkpoints, parameters, gradients, optimizer state, and other allocated memory. A
+    saved tensor counts for the module whose parameter was used last before it. The model needs no `apply`.
 
     Args:
         model: the model whose modules are listed.

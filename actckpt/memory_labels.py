@@ -24,15 +24,14 @@ _NO_LABELS = (
 
 @contextlib.contextmanager
 def label_memory() -> Iterator[None]:
-    """Label what is allocated on CUDA devices inside the `with` block by the operator and the module that make it.
+    """Label allocations on CUDA devices inside the `with` block by the operator and the module that make them.
 
-    A snapshot of `torch.cuda.memory` that is recorded meanwhile has the labels, as `user_metadata` of its blocks and
-    events, and https://pytorch.org/memory_viz shows them: `actckpt: aten.addmm.default in layers.0.mlp` for what the
-    forward makes, of which the bytes that are kept live on, and `actckpt: again aten.gelu.default in layers.0.mlp` for
-    what reruns and replays bring back in backward, `actckpt: again, offloaded` for what is read back. Labels of the
-    program are back afterwards.
+    A snapshot of `torch.cuda.memory` recorded meanwhile has the labels, as `user_metadata` of its blocks and events,
+    and https://pytorch.org/memory_viz shows them. `actckpt: aten.addmm.default in layers.0.mlp` is what the forward
+    makes; its kept bytes stay alive. `actckpt: again aten.gelu.default in layers.0.mlp` is what reruns and replays make
+    in backward. `actckpt: again, offloaded` is what is loaded. Afterwards the program's own labels are restored.
 
-    Warns where torch, or the machine, has no labels.
+    Warns if torch, or the machine, does not support labels.
 
     Example::
 
@@ -41,8 +40,8 @@ def label_memory() -> Iterator[None]:
             loss_fn(model(x)).backward()
         torch.cuda.memory._dump_snapshot("step.pickle")
 
-    Cost: a look at the Python stack per operator, for the module; times inside of the block are not those of a step
-    without it.
+    Cost: inspects the Python stack at each operator, for the module; times inside the block are not those of a normal
+    step.
     """
     accelerator = devices.available()
     labels = None if accelerator is None else accelerator.memory_labels()

@@ -1,6 +1,6 @@
 """Policies: which saved tensors are kept, recomputed or offloaded.
 
-Every form that `region`, `checkpoint` and `apply` take becomes a `Choice`, which is what the recorder asks.
+Every form that `region`, `checkpoint` and `apply` accept becomes a `Choice`, which the recorder queries.
 """
 
 import functools
@@ -33,13 +33,13 @@ __all__ = [
     "TorchPolicy",
 ]
 
-#: Names that begin like these are operators'; other namespaces may also be names of modules.
+#: Names with these prefixes are operators; other namespaces may also be module names.
 _TORCH_NAMESPACES = ("aten.", "prims.")
 _NAMES = tuple(action.value for action in Action)
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
 
 _BUDGET = re.compile(r"auto|\s*[\d.]+\s*(%|[KMGT]i?B?)\s*", re.IGNORECASE)
-#: What to do with a plan that was kept.
+#: Advice for a saved plan.
 _OF_A_PLAN = "A plan runs on a whole model: actckpt.apply(model, policy=actckpt.Plan.{})."
 
 _ACTION_OF_TORCH = {
@@ -60,7 +60,7 @@ _ACTION_OF_TORCH = {
 #: The actions by name.
 PolicyName = Literal["keep", "recompute", "offload", "prefer_offload"]
 
-#: What some operators make is kept, the rest is recomputed.
+#: The results of some operators are kept, the rest is recomputed.
 PresetName = Literal["attention", "matmuls", "dots_with_no_batch_dims"]
 
 
@@ -72,7 +72,7 @@ class PerOp:
             name (`"aten.mm"`).
         default: for values of all other operators.
     Raises:
-        ValueError: an operator that does not exist, with the nearest names, or a value that is no `Action`.
+        ValueError: an operator that does not exist, with similar names, or a value that is no `Action`.
 
     Example::
 
@@ -100,7 +100,7 @@ class PerOp:
         #: The same by name.
         self.names: dict[str, Action] = {operator_of(op).name: action for op, action in self.actions.items()}
         self.default: Action = _action(default, "default")
-        #: Whether anything is to be moved.
+        #: Whether any action offloads.
         self.moves: bool = not {self.default, *self.actions.values()} <= {Action.KEEP, Action.RECOMPUTE}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class TorchPolicy(Protocol):
     ) -> CheckpointPolicy | bool: ...
 
 
-#: Every form of a policy; the docstring of `region` says what each means.
+#: Every form of a policy, documented in `region`.
 Policy = (
     PolicyName
     | PresetName
@@ -133,10 +133,10 @@ Policy = (
 
 
 def choice_of(policy: Any) -> Choice:
-    """Return what the recorder asks for any form of a policy.
+    """Return the recorder's form of a policy.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a policy.
     """
     if isinstance(policy, str) and policy in PRESETS:
         return _preset(policy)
@@ -150,7 +150,7 @@ def choice_of(policy: Any) -> Choice:
         entries = tuple(policy.items())
         try:
             return _tabulated(entries)
-        except TypeError:  # cannot be hashed: raises what is wrong with it
+        except TypeError:  # unhashable: raises what is wrong with it
             if "plan_version" in policy:
                 raise ValueError(f"policy is a plan as plain data. {_OF_A_PLAN.format('from_dict(...)')}") from None
             return _tabulated.__wrapped__(entries)
@@ -171,7 +171,7 @@ def choice_of(policy: Any) -> Choice:
 
 
 def _mistaken_for_a_policy(policy: Any) -> str:
-    """Say what something is that is called or iterated like a policy and is none; an empty text if it may be one."""
+    """Return what an object is that looks like a policy but is none; empty if it may be one."""
     if isinstance(policy, Plan):
         return "a Plan, which is for the blocks of a whole model: actckpt.apply(model, policy=plan)."
     if isinstance(policy, os.PathLike):
@@ -209,7 +209,7 @@ def _preset(name: str) -> Choice:
 
 
 def _overload_names(name: str) -> list[str]:
-    """Return the names of an operator's overloads; of one whose package is not imported, the one that it will have."""
+    """Return the names of an operator's overloads; if its package is not imported, the expected one."""
     namespace, _, base = name.partition(".")
     if namespace == "higher_order":
         return [name]
@@ -222,13 +222,13 @@ def _tabulated(entries: tuple[tuple[Any, Any], ...]) -> Choice:
     actions: dict[str, Action] = {}
     for key, action in entries:
         text = _entry(key)
-        actions.pop(text, None)  # the last entry counts, in its place
+        actions.pop(text, None)  # the last entry wins, at its position
         actions[text] = _action(action, f"the action of {text}")
     return Choice(operators=tuple(actions), table=Table(actions, Action.RECOMPUTE))
 
 
 def _entry(key: Any) -> str:
-    """Return the text of a key of a table; raises if it is none, or names an operator that does not exist."""
+    """Return the text of a table's key; raises if it is invalid, or names an operator that does not exist."""
     if isinstance(key, torch._ops.HigherOrderOperator):
         return f"higher_order.{key}"
     if isinstance(key, (Place, *_OPERATORS)):
@@ -259,7 +259,7 @@ def is_torch_policy(policy: Callable[..., Any]) -> bool:
     """Whether a function takes (ctx, op, *args, **kwargs), rather than one SavedTensorInfo."""
     try:
         parameters = inspect.signature(policy).parameters.values()
-    except ValueError:  # a builtin that has none
+    except ValueError:  # a builtin without a signature
         return False
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = [p for p in positional if p.default is p.empty]
@@ -326,7 +326,7 @@ def _action(action: Any, what: str) -> Action:
 
 
 def _overloads(op: Any) -> list[Any]:
-    """Return what `op` stands for: an overload or a higher-order operator, a packet of overloads, or a name of one."""
+    """Return the operators for `op`: an overload, a higher-order operator, a packet, or the name of one."""
     if isinstance(op, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return [op]
     if isinstance(op, torch._ops.OpOverloadPacket):

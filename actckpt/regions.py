@@ -30,7 +30,7 @@ _IN_COMPILED_CODE = (
     "actckpt.checkpoint with a policy, which the compiler follows, or open the region around the compiled function."
 )
 _NOT_OPEN = "Not recorded: the region was not opened yet, or where grad mode was off, or in torch.export."
-#: The names of contextlib: frames of its decorators stand between a `with` statement and a region.
+#: The namespace of contextlib: frames of its decorators lie between a `with` statement and a region.
 _CONTEXTLIB = vars(contextlib)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,9 +39,8 @@ class region:  # noqa: N801 - used as a function
     """Decide per saved tensor of a block of code: keep it, recompute it, or offload it.
 
     The operators of the block are recorded, unless the policy is to keep or to offload everything: that needs no
-    record, and its report says so (`record=True` has `"keep"` recorded). Backward gets what was dropped back by
-    executing again the least number of them, without calling any Python code twice. Also a decorator:
-    `@actckpt.region()`.
+    record, and its report says so (with `record=True` `"keep"` records too). Backward recomputes dropped tensors by
+    executing the fewest operators again, without calling any Python code twice. Also a decorator: `@actckpt.region()`.
 
     Args:
         policy: `"keep"`, `"recompute"`, `"offload"`, `"prefer_offload"` or an `Action`, for all values; a list of
@@ -50,11 +49,11 @@ class region:  # noqa: N801 - used as a function
             (`"layers.*.mlp::aten.mm"`), the rest is recomputed; `policies.PerOp`; a function that takes a
             `SavedTensorInfo` and returns an `Action`; or a policy function of
             `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
-        record: record the operators under `"keep"` too, so that the report says what autograd saves.
+        record: record the operators under `"keep"` too, so that the report shows what autograd saves.
     Raises:
-        ValueError: it is not a policy, `record` does not go with it, or it names an operator that does not exist.
-        TypeError: a region is called like a function: `@actckpt.region` without parentheses took the function that it
-            decorates for a policy.
+        ValueError: it is not a policy, `record` does not apply to it, or it names an operator that does not exist.
+        TypeError: a region is called like a function: `@actckpt.region` without parentheses took the decorated function
+            for a policy.
 
     Example::
 
@@ -74,7 +73,7 @@ class region:  # noqa: N801 - used as a function
         if record:
             self._choice = _recorded(self._choice)
         self._open: OpenRegion | None = None
-        #: What names the function that it decorates, None: the place of the `with` statement does.
+        #: Identifies the decorated function; None: the location of the `with` statement is used.
         self._caller: Any = None
         self._figures: Figures | None = None
         self._note = _NOT_OPEN
@@ -96,9 +95,9 @@ class region:  # noqa: N801 - used as a function
 
         @functools.wraps(func)
         def run(*args: Any, **kwargs: Any) -> Any:
-            opened = region(self._policy, record=self._record)
-            opened._caller = caller_of(func, args, kwargs)
-            with opened:
+            inner = region(self._policy, record=self._record)
+            inner._caller = caller_of(func, args, kwargs)
+            with inner:
                 return func(*args, **kwargs)
 
         return run  # type: ignore[return-value]
@@ -137,10 +136,10 @@ class region:  # noqa: N801 - used as a function
     def report(self, *, explain: torch.Tensor) -> str: ...
 
     def report(self, *, explain: torch.Tensor | None = None) -> Report | str:
-        """Return what became of the values that autograd saved, per operator and module.
+        """Return what became of the values that autograd saved, by operator and module.
 
         Args:
-            explain: a tensor of the region. The answer is then a text: why it got its action.
+            explain: a tensor of the region. The result is then a text: why it got its action.
 
         Example::
 
@@ -163,7 +162,7 @@ class region:  # noqa: N801 - used as a function
 
 
 def _recorded(choice: Choice) -> Choice:
-    """Return what a policy says in a form that is recorded."""
+    """Return a policy in a form that records."""
     if choice.always is Action.OFFLOAD:
         raise ValueError(
             "region: record=True does not go with policy='offload', which moves what it sees. Pass "
@@ -173,7 +172,7 @@ def _recorded(choice: Choice) -> Choice:
 
 
 def _place(frame: types.FrameType) -> tuple[Any, ...]:
-    """Return code and line of a `with` statement; where contextlib runs it, also those of the one around it."""
+    """Return code and line of a `with` statement; if contextlib runs it, also those of the enclosing one."""
     place: tuple[Any, ...] = ()
     outer: types.FrameType | None = frame
     while outer is not None:

@@ -1,9 +1,9 @@
 """Random state that reruns restore, beyond torch's own generators.
 
-The default generators of the CPU and of every device among a region's inputs, and every
-`torch.Generator` among them, are restored without asking. Trackers of random states
-(TransformerEngine's, Megatron's and DeepSpeed's `CudaRNGStatesTracker`), Python's `random` and NumPy's
-global state are restored once they are registered here, or passed as `rng_trackers=`.
+The default generators of the CPU and of every device among a region's inputs, and every `torch.Generator` among them,
+are restored automatically. Trackers of random states (`CudaRNGStatesTracker` of TransformerEngine, Megatron and
+DeepSpeed), Python's `random` and NumPy's global state are restored once they are registered here, or passed as
+`rng_trackers=`.
 """
 
 from actckpt._core.extensions import Tracker

@@ -1,4 +1,4 @@
-"""`stats` and `reset_stats`: what was moved and rerun, in bytes, counts and seconds."""
+"""`stats` and `reset_stats`: offloads and recomputations in bytes, counts and seconds."""
 
 import contextlib
 import dataclasses
@@ -15,53 +15,52 @@ __all__ = ["Stats", "reset_stats", "stats", "uncounted"]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
-    """Sums since the last `reset_stats`, and what is held now. Bytes, counts and seconds. Prints what is not zero.
+    """Sums since the last `reset_stats`, and current memory. Bytes, counts and seconds. Prints what is not zero.
 
-    What `plan`, `compare`, `estimate` and the first step of `apply(budget=...)` run in order to measure is not in the
-    sums, nor is what other threads do meanwhile.
+    What `plan`, `compare`, `estimate` and the first step of `apply(budget=...)` run for measurements does not count,
+    nor what other threads do meanwhile.
     """
 
-    #: Bytes handed to a store, each storage once; also those that then stayed because it was full or failed.
+    #: Bytes passed to a store, each storage once; including those that then stayed because it was full or failed.
     offloaded_bytes: int
-    #: Bytes that unpacks asked back, in each backward. An offloaded value that others are replayed from is read again
-    #: where a window (NOTE [ Windows ]) has no room for it.
+    #: Bytes loaded by unpacks, in each backward. An offloaded value that others are replayed from is loaded again if a
+    #: window (NOTE [ Windows ]) has no room for it.
     reloaded_bytes: int
-    #: Bytes of saved tensors that needed no copy, because they share one that was moved.
+    #: Bytes of saved tensors that needed no copy, because they share one.
     deduplicated_bytes: int
     #: Bytes held by all stores now, and at most so far (not reset).
     store_bytes: int
     peak_store_bytes: int
-    #: Pinned host memory and spill file now.
+    #: Current pinned host memory and spill file size.
     host_bytes: int
     disk_bytes: int
-    #: Bytes on their way to a store now, and at most so far (not reset).
+    #: In-flight bytes now, and at most so far (not reset).
     inflight_bytes: int
     peak_inflight_bytes: int
-    #: Reloads that were finished (CPU tensors) or on their way (GPU tensors) when backward asked, and waits that
-    #: took their time.
+    #: Reloads that were finished (CPU tensors) or in flight (GPU tensors) when backward needed them, and reloads that
+    #: it waited for.
     prefetched_reloads: int
     late_reloads: int
     #: Time that callers, and streams of the program, waited for copies.
     stall_seconds: float
-    #: Tensors that stayed because they have less than `min_bytes`, and `offload` blocks that moved nothing at all.
+    #: Tensors that stayed because they are below `min_bytes`, and `offload` blocks that offloaded nothing.
     kept_small: int
     idle_offloads: int
     #: Tensors that stayed because a limit was reached, or the disk was full.
     kept_full: int
     #: Tensors that stayed because a copy or a call of the device failed.
     kept_failed: int
-    #: Tensors of `PREFER_OFFLOAD` (torch: `PREFER_CPU_OFFLOAD`) that stayed because the copies
-    #: before them were not done.
+    #: Tensors of `PREFER_OFFLOAD` (torch: `PREFER_CPU_OFFLOAD`) that stayed because earlier copies were not done.
     kept_busy: int
     #: Tensors that stayed because their stream was being captured into a CUDA graph.
     kept_capturing: int
-    #: Copies to disk that failed, also for want of room; their bytes stayed in memory.
+    #: Failed copies to disk, including for lack of space; their bytes stayed in memory.
     failed_writes: int
-    #: Regions run again in backward.
+    #: Regions rerun in backward.
     rerun_regions: int
-    #: Operators executed again for a region with a policy.
+    #: Operators replayed for a region with a policy.
     replayed_operators: int
-    #: Values that a policy wanted recomputed, and that were kept because nothing recorded makes them again.
+    #: Values that a policy recomputes but that were kept because no recorded operator makes them.
     kept_opaque: int
     #: Bytes copied because an operator was about to overwrite them in place while backward still needs them.
     copied_on_write_bytes: int
@@ -70,8 +69,8 @@ class Stats:
 
     def _texts(self) -> dict[str, str]:
         """Return the fields that are not zero, with their units."""
-        found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: _with_unit(name, value) for name, value in found.items() if value}
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: _with_unit(name, value) for name, value in fields.items() if value}
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(f'{name}={text}' for name, text in self._texts().items())})"
@@ -94,7 +93,7 @@ _baseline: dict[str, float] = {}
 
 
 class _Measuring:
-    """How many callers measure now, and the sums that there were when the first of them began."""
+    """The number of running measurements, and the sums when the first of them started."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -143,7 +142,7 @@ def _engines() -> Iterator[_C.HostStats | _C.DeviceStats]:
 
 
 def stats() -> Stats:
-    """Return the figures of this process.
+    """Return the statistics of this process.
 
     Example::
 
@@ -164,7 +163,7 @@ def _sums() -> dict[str, float]:
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Leave the sums as they are before the body, which measures: no step of the user runs in it."""
+    """Exclude the body, a measurement, from the sums: no step of the user runs in it."""
     with _measuring.lock:
         if not _measuring.depth:
             _measuring.sums = _sums()
@@ -181,18 +180,18 @@ def uncounted() -> Iterator[None]:
 def _held_bytes() -> dict[str, int]:
     """Return the fields that are not sums."""
     held = dict.fromkeys(_HELD, 0)
-    for found in _engines():
-        held["inflight_bytes"] += found.inflight_bytes
-        held["peak_inflight_bytes"] += found.peak_inflight_bytes
-        if isinstance(found, _C.DeviceStats):
-            held["disk_bytes"] += found.disk_bytes
-            held["host_bytes"] += found.bounce_bytes
-            held["store_bytes"] += found.disk_bytes
-            held["peak_store_bytes"] += found.peak_disk_bytes
+    for engine_stats in _engines():
+        held["inflight_bytes"] += engine_stats.inflight_bytes
+        held["peak_inflight_bytes"] += engine_stats.peak_inflight_bytes
+        if isinstance(engine_stats, _C.DeviceStats):
+            held["disk_bytes"] += engine_stats.disk_bytes
+            held["host_bytes"] += engine_stats.bounce_bytes
+            held["store_bytes"] += engine_stats.disk_bytes
+            held["peak_store_bytes"] += engine_stats.peak_disk_bytes
         else:
-            held["disk_bytes"] += found.stored_bytes
-            held["store_bytes"] += found.stored_bytes
-            held["peak_store_bytes"] += found.peak_stored_bytes
+            held["disk_bytes"] += engine_stats.stored_bytes
+            held["store_bytes"] += engine_stats.stored_bytes
+            held["peak_store_bytes"] += engine_stats.peak_stored_bytes
     device = stores.device_store()
     if device is not None:
         pool = device.engine.pool_stats()
@@ -203,6 +202,6 @@ def _held_bytes() -> dict[str, int]:
 
 
 def reset_stats() -> None:
-    """Let the sums begin at zero again. What is held now, and peaks, stay."""
+    """Reset the sums to zero. Current memory and peaks stay."""
     _baseline.clear()
     _baseline.update(_totals())

@@ -1,4 +1,4 @@
-"""`trace`: a timeline of what runs, what runs again in backward, and how many bytes are alive, for Perfetto."""
+"""`trace`: a timeline of operators, recomputation in backward, and live bytes, for Perfetto."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from actckpt.memory import LiveStorages
 
 __all__ = ["trace"]
 
-#: Names of events.
+#: Event names.
 _BEGIN, _AGAIN, _COUNTER = "actckpt: trace begins", "actckpt: again", "actckpt: live bytes"
-#: What reruns and replays do besides: no kernel runs.
+#: Operators that reruns and replays also run; they launch no kernel.
 _BOOKKEEPING = {"aten::detach", "aten::as_strided", "aten::set_", "aten::empty"}
 
 
@@ -32,12 +32,12 @@ _BOOKKEEPING = {"aten::detach", "aten::as_strided", "aten::set_", "aten::empty"}
 def trace(path: str | os.PathLike[str], *, parameters: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Write what runs inside the `with` block as a trace, which https://ui.perfetto.dev and chrome://tracing open.
 
-    It has the operators that torch's profiler sees, a range `actckpt: again <operator>` around each that backward runs
-    again (replayed, or in a rerun), and a counter of the bytes that are alive: storages that operators inside of the
-    block made, as `actckpt.memory.LiveStorages` counts them. Where the block raises, the trace ends there.
+    It has the operators that torch's profiler sees, a range `actckpt: again <operator>` around each one that backward
+    runs again (replayed, or in a rerun), and a counter of live bytes: storages that operators inside the block made, as
+    `actckpt.memory.LiveStorages` counts them. If the block raises, the trace ends there.
 
     Args:
-        path: the file to write, JSON in Chrome's trace format, compressed where the name ends in `.gz`.
+        path: the file to write, JSON in Chrome's trace format, compressed if the name ends in `.gz`.
         parameters: leaf tensors whose gradients are not counted once they are accumulated.
 
     Raises:
@@ -49,11 +49,11 @@ def trace(path: str | os.PathLike[str], *, parameters: Iterable[torch.Tensor] = 
         with actckpt.trace("step.json", parameters=model.parameters()):
             loss_fn(model(x)).backward()
 
-    Cost: that of torch's profiler and some microseconds per operator; times inside of the block are not those of a step
-    without it.
+    Cost: that of torch's profiler and some microseconds per operator; times inside the block are not those of a normal
+    step.
     """
     path = Path(path)
-    with path.open("ab"):  # else it would be found out after a long step
+    with path.open("ab"):  # otherwise found out only after a long step
         pass
     live = LiveStorages(parameters=parameters, timeline=True)
     began_s = time.perf_counter()
@@ -70,7 +70,7 @@ def trace(path: str | os.PathLike[str], *, parameters: Iterable[torch.Tensor] = 
 
 def _started_profiler() -> profile:
     profiler = profile(activities=supported_activities())
-    with warnings.catch_warnings():  # torch 2.11 says at the first cycle already that the next would clear its events
+    with warnings.catch_warnings():  # torch 2.11 warns at the first cycle already that the next would clear its events
         warnings.filterwarnings("ignore", ".*Profiler clears events", UserWarning)
         profiler.start()
     return profiler
@@ -93,8 +93,8 @@ def _write(path: Path, profiler: profile, timeline: list[tuple[float, int]]) -> 
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(exported))
-        found = json.loads(exported.read_text())
-    events = found["traceEvents"]
+        document = json.loads(exported.read_text())
+    events = document["traceEvents"]
     begin = next(event for event in events if event.get("name") == _BEGIN and event.get("ph") == "X")
     events += [
         {
@@ -107,4 +107,4 @@ def _write(path: Path, profiler: profile, timeline: list[tuple[float, int]]) -> 
         for seconds, nbytes in timeline
     ]
     with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
-        json.dump(found, file)
+        json.dump(document, file)

@@ -1,1 +1,1 @@
-"""The blocks of a model: which they are, what they did, and the caches that they are given."""
+"""The blocks of a model: finding them, reporting on them, and the caches passed to them."""

@@ -1,7 +1,7 @@
-"""Blocks of a model, and what stands in for their forwards while they are checkpointed.
+"""Blocks of a model, and the objects that replace their forwards while they are checkpointed.
 
-The forward of each block is replaced by an attribute of the instance, so the block keeps its type, its `state_dict`
-keys and its hooks; hooks of the block itself run outside of the region, once.
+The forward of each block is replaced by an instance attribute. So the block keeps its type, its `state_dict` keys and
+its hooks. The block's own hooks run outside of the region, once.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
     *("forwards_in", "patch", "unpatch", "watch"),
 ]
 
-#: Global variables where modules call their forwards.
+#: The globals through which modules call their forwards.
 _CALLS = vars(torch.nn.modules.module)
-#: How a block runs: the keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: as it is.
-#: `"drops_caches": True` takes key-value caches away from it, as for reruns. `"windows"` are those of a plan, also of a
-#: block that runs as it is (`"is_plain": True`, and then `"held"` is how many values it holds, and their bytes);
-#: `"is_planned": True` says that its tables count calls of modules anew (NOTE [ Places ], Rule 4), and that its first
-#: tensor alone is moved as its input. `"is_unplanned": True` is of a call that the plan has nothing for.
+#: How a block runs: keywords of `checkpoint`, or with `"policy": "offload"` those of `offload`; None: unchanged.
+#: `"drops_caches": True` removes key-value caches from its arguments, as for reruns. `"windows"` are those of a plan,
+#: also for a block that runs unchanged (`"is_plain": True`; then `"held"` is the number of values it holds, and their
+#: bytes). `"is_planned": True`: its tables count module calls per region (NOTE [ Places ]), and only its first tensor
+#: is offloaded as input. `"is_unplanned": True`: the plan does not cover this call.
 OneCall = Mapping[str, Any] | None
-#: A tuple: of each call of the block in a forward of the model, in their order; the last one is of all further calls.
+#: A tuple has the settings of each call in a forward of the model, in order; the last one is for all further calls.
 Settings = OneCall | tuple[OneCall, ...]
 
 
@@ -72,12 +72,12 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
 def patch(
     blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings], model: torch.nn.Module | None = None
 ) -> tuple[str, ...]:
-    """Let blocks run checkpointed.
+    """Checkpoint blocks.
 
     Args:
         blocks: by qualified name.
         settings: of each block, by the same names.
-        model: whose blocks they are, where it was given to `apply`.
+        model: the model passed to `apply`, if known.
     Returns:
         Their names.
     """
@@ -90,26 +90,26 @@ def patch(
 
 
 def watch(blocks: Mapping[str, Any]) -> None:
-    """Have patched blocks told where none of them runs."""
+    """Make patched blocks notice if none of them runs."""
     together = {id(forward.together): forward.together for forward in forwards_in(blocks).values()}
-    for each in together.values():
-        each.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
+    for applied in together.values():
+        applied.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
 
 
 def count_calls(model: torch.nn.Module, forwards: Iterable[CheckpointedForward]) -> None:
-    """Have patched blocks count their calls anew in each forward of a model, where that matters."""
+    """Make patched blocks count their calls per forward of a model, if that matters."""
     together = {id(forward.together): forward.together for forward in forwards if forward.differs}
-    for each in together.values():
-        each.count_calls_in(model)
+    for applied in together.values():
+        applied.count_calls_in(model)
 
 
 def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
-    """Return what stands in for the forwards of patched blocks."""
+    """Return the objects that replace the forwards of patched blocks."""
     return {name: block.forward for name, block in blocks.items()}
 
 
 def unpatch(blocks: Mapping[str, Any]) -> None:
-    """Give blocks back the forwards that they had."""
+    """Restore the original forwards of blocks."""
     for module in blocks.values():
         forward = module.__dict__.pop("forward")
         forward.together.limit_windows(None)
@@ -137,9 +137,9 @@ class CallSettings:
         self.is_planned: bool = options.pop("is_planned", False)
         self.is_unplanned: bool = options.pop("is_unplanned", False)
         is_rerun = not self.is_plain and options.get("policy") in (None, "recompute", Action.RECOMPUTE)
-        #: Whether key-value caches are taken away, which would hold what is dropped.
+        #: Whether key-value caches are removed: they would hold what is dropped.
         self.drops_caches: bool = options.pop("drops_caches", is_rerun)
-        #: The keywords of `offload`, None: the block is checkpointed.
+        #: The keywords of `offload`; None: the block is checkpointed.
         self.offloading = options if offloads else None
         self.options = CheckpointOptions() if offloads else CheckpointOptions(**options)
 
@@ -153,39 +153,39 @@ class CheckpointedForward:
         self.together = together
         together.add(self)
         self.has_run = False
-        #: Takes calls in place of this: `instead(self, args, kwargs, record)`.
+        #: Handles calls instead of this object: `instead(self, args, kwargs, record)`.
         self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
-        #: What it is given under a plan, where it may be the one that shows that.
+        #: The input sizes of its plan, if this block may be the one that checks them.
         self.planned_size: PlannedSize | None
         self.use(settings)
-        #: As `apply` was asked for: copies begin with this.
+        #: As passed to `apply`: copies start with these.
         self._calls_as_applied = self._calls
-        #: What `block.compile()` made, where this runs around it.
+        #: The result of `block.compile()`, if this object runs around it.
         self.compiled: Callable[..., Any] | None = None
-        #: A forward that the instance had of its own, for example from another library's patch.
+        #: The instance's own forward before, for example from another library's patch.
         self.replaced: Callable[..., Any] | None = block.__dict__.get("forward")
-        self.__wrapped__ = block.forward  # the signature, for `inspect`
+        self.__wrapped__ = block.forward  # for `inspect`: the signature
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has not run, and whatever a budget decided for this model is decided anew for that one.
-        # It is not compiled either: modules leave that out.
+        # A copy has not run, and a budget for this model is solved anew for the copy. The copy is not compiled either:
+        # modules do not copy that.
         new = {"has_run": False, "instead": None, "planned_size": None, "compiled": None}
         return {**vars(self), "_calls": self._calls_as_applied, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.together.add(self)  # blocks that are not in the copy do not count
+        self.together.add(self)  # blocks outside of the copy do not count
 
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
         self.planned_size = None
-        self._calls = tuple(CallSettings(each) for each in (settings if isinstance(settings, tuple) else (settings,)))
+        self._calls = tuple(CallSettings(call) for call in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
-        if all(how.windows is None for how in self._calls):
+        if all(call_settings.windows is None for call_settings in self._calls):
             self.together.limit_windows(None)
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """A forward of the model starts."""
         self.num_calls = 0
         self._around = id(checkpoint_around()) if self.differs else None
 
@@ -194,8 +194,8 @@ class CheckpointedForward:
         """Whether calls in one forward of the model run differently."""
         return len(self._calls) > 1
 
-    def _how(self) -> CallSettings:
-        """Return how the call that begins runs. Those without gradients, which save nothing, do not count."""
+    def _next_call(self) -> CallSettings:
+        """Return how the next call runs. Calls without gradients, which save nothing, do not count."""
         if not self.differs or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._calls[-1]
         around = checkpoint_around()
@@ -214,7 +214,7 @@ class CheckpointedForward:
         return self._called(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(1))
 
     def run_around_compiled(self) -> bool:
-        """Run around what `block.compile()` made, and not inside of it; return whether that is new."""
+        """Run around the compiled call of `block.compile()`, not inside of it; return whether that is new."""
         compiled = torch_private.call_of_compiled(self.block)
         if self.stands_before(compiled):
             return False
@@ -224,7 +224,7 @@ class CheckpointedForward:
         return compiled is not before
 
     def stands_before(self, compiled: object) -> bool:
-        """Return whether what a block calls in place of its forward is this, which calls what was compiled."""
+        """Return whether a block's compiled call is this object, which in turn calls the compiled code."""
         return compiled == self._compiled
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,7 +243,7 @@ class CheckpointedForward:
         return self.run(args, kwargs, None)
 
     def _check_caller(self, frame: FrameType) -> None:
-        """Raise where a copy of the block is called: its attributes are those of the block, this object among them."""
+        """Raise if a copy of the block is called: it shares the block's attributes, including this object."""
         caller = frame.f_locals.get("self") if frame.f_globals is _CALLS else None
         if caller is not None and caller is not self.block and _is_copy(caller, self.block):
             raise BlocksError(
@@ -254,7 +254,7 @@ class CheckpointedForward:
             )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
-        """Run it checkpointed, and take down what it saves."""
+        """Run it checkpointed, and record what it saves."""
         if self.instead is not None and not torch.compiler.is_compiling():
             return self.instead(self, args, kwargs, record)
         return self.run_as_set(args, kwargs, record)
@@ -263,36 +263,36 @@ class CheckpointedForward:
         """Run it with its settings."""
         if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.planned_size.check(self.name, self.together.training, (args, kwargs))
-        how = self._how()
-        if how.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        call_settings = self._next_call()
+        if call_settings.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.together.tell_unplanned(self.name)
-        if how.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return how.windows.run(self.together, lambda: self._run(how, args, kwargs, record))
-        return self._run(how, args, kwargs, record)
+        if call_settings.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
+        return self._run(call_settings, args, kwargs, record)
 
     def _run(
-        self, how: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
+        self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
     ) -> Any:
-        if how.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if call_settings.drops_caches and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             arguments = without_cache(self.block, self._plain(), args, kwargs)
             if arguments is None:
                 return self.original()(*args, **kwargs)
             args, kwargs = arguments
-        if how.is_plain:
-            if record is not None and how.held is not None:
-                record.keeps(*how.held)
+        if call_settings.is_plain:
+            if record is not None and call_settings.held is not None:
+                record.keeps(*call_settings.held)
             return self.original()(*args, **kwargs)
-        if how.offloading is not None:
-            # Looked up inside: torch.compile breaks the graph here, and would make `self.block.forward` of a bound
-            # method that it must carry over, which is this very object.
-            with offload(**how.offloading) as offloading:
+        if call_settings.offloading is not None:
+            # Evaluated inside: torch.compile breaks the graph here. It would turn `self.block.forward` into a bound
+            # method that it must carry over, and that is this object.
+            with offload(**call_settings.offloading) as offloading:
                 if record is not None:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
         matches = None if torch.compiler.is_compiling() else self.together.matches
         figures = None if record is None else record.figures
-        options, is_planned = how.options, how.is_planned
+        options, is_planned = call_settings.options, call_settings.is_planned
         if is_planned and options.offload_inputs:
             exclude_from_offload((args, kwargs))
         inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)
@@ -302,25 +302,25 @@ class CheckpointedForward:
         return result
 
     def original(self) -> Callable[..., Any]:
-        """Return the forward that the block would have, compiled where it is."""
+        """Return the block's forward without checkpointing, compiled if it is compiled."""
         return self._plain() if self.compiled is None else self.compiled
 
     def _plain(self) -> Callable[..., Any]:
         if self.replaced is not None:
             return self.replaced
-        if torch.compiler.is_compiling():  # before torch 2.13 it knows no way to make a bound method
+        if torch.compiler.is_compiling():  # before torch 2.13 the compiler cannot create a bound method
             return functools.partial(type(self.block).forward, self.block)
         return types.MethodType(type(self.block).forward, self.block)
 
 
 def _is_copy(module: torch.nn.Module, block: torch.nn.Module) -> bool:
-    """Whether a module has the forward of a block as a copy of it: others may run it on purpose."""
+    """Whether a module has a block's forward as a copy of the block: others may call it on purpose."""
     parts = vars(block)["_modules"].keys()
     return type(module) is type(block) or (len(parts) > 0 and vars(module)["_modules"].keys() == parts)
 
 
 def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
-    """Return the blocks of a model that are checkpointed; raises if there are none."""
+    """Return the checkpointed blocks of a model; raises if there are none."""
     check_model(model, what)
     applied = applied_blocks(model)
     if not applied:
@@ -332,13 +332,13 @@ def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
 
 
 def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
-    """Raise where a model is a shallow copy of the one that was given to `apply`: its blocks are those of that one."""
+    """Raise if a model is a shallow copy of the one passed to `apply`, with which it shares its blocks."""
     for name, block in blocks.items():
         together = block.forward.together
-        given = together.model() if together.model is not None else None
-        if given is None or given is model or type(given) is not type(model):
+        applied_model = together.model() if together.model is not None else None
+        if applied_model is None or applied_model is model or type(applied_model) is not type(model):
             continue
-        if vars(given)["_modules"] == vars(model)["_modules"]:
+        if vars(applied_model)["_modules"] == vars(model)["_modules"]:
             raise BlocksError(
                 f"{what}: this {type(model).__name__} is a shallow copy (copy.copy) of the one given to apply. "
                 f"Block {name!r} and the others are the same modules in both: call {what} on that one, which does it "
@@ -347,24 +347,24 @@ def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) 
 
 
 def check_all_of_budget(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
-    """Raise where blocks are some of those for which a plan is made together, and the model has the others still."""
+    """Raise if blocks are only some of those that share a plan, and the model still has the others."""
     chosen = {id(block) for block in blocks.values()}
     for together in {block.forward.together for block in blocks.values()}:
-        given = together.model() if together.model is not None and together.training is not None else None
-        inside = applied_blocks(given) if given is not None else {}
+        whole = together.model() if together.model is not None and together.training is not None else None
+        inside = applied_blocks(whole) if whole is not None else {}
         left = [name for name, b in inside.items() if id(b) not in chosen and b.forward.together is together]
         if left:
             raise BlocksError(
-                f"{what}: this {type(model).__name__} is a part of a {type(given).__name__} with a budget, whose plan "
+                f"{what}: this {type(model).__name__} is a part of a {type(whole).__name__} with a budget, whose plan "
                 f"is for all of its blocks together: {listed(left)} would be left. Call {what} on that model, and then "
                 "apply again with other blocks=."
             )
 
 
 def applied_blocks(model: torch.nn.Module) -> dict[str, Any]:
-    """Return the blocks of a model that are checkpointed, by name.
+    """Return the checkpointed blocks of a model by name.
 
-    Their `forward`, assigned again after `remove`, is in use again.
+    A replaced `forward` that was assigned again after `remove` is in use again.
     """
     return {name: module for name, module in model.named_modules() if _is_applied(module)}
 

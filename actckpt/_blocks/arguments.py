@@ -1,4 +1,4 @@
-"""What a block is given and returns: its hidden states, and tensors beside them."""
+"""Arguments and results of blocks: the hidden states, and other tensors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["bytes_of", "exclude_from_offload", "first_tensor", "others"]
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return the first tensor that gradients flow through, else the first one with floating-point numbers."""
-    found = list(tensors_in(value))
-    chosen = [tensor for tensor in found if tensor.requires_grad] or [t for t in found if t.is_floating_point()]
+    """Return the first tensor that gradients flow through, else the first floating-point one."""
+    tensors = list(tensors_in(value))
+    chosen = [tensor for tensor in tensors if tensor.requires_grad] or [t for t in tensors if t.is_floating_point()]
     return chosen[0] if chosen else None
 
 
 def others(arguments: Any) -> list[Tensor]:
     """Return the tensors among arguments that share no storage with the first one: masks, biases."""
     own = {id(storage) for storage in storages_of(first_tensor(arguments))}
-    return [each for each in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(each)))]
+    return [tensor for tensor in tensors_in(arguments) if own.isdisjoint(map(id, storages_of(tensor)))]
 
 
 def exclude_from_offload(arguments: Any) -> None:
-    """Move none of the tensors beside the first one: several blocks may be given them, and each would move a copy."""
+    """Never offload the tensors besides the first one: several blocks may get them, and each would offload a copy."""
     for tensor in others(arguments):
         _C.note_owned(tensor)
 
 
 def bytes_of(value: Any, *, without: Any = None) -> int:
-    """Return the bytes of the storages of all tensors in a value, less those of others."""
+    """Return the bytes of the storages of all tensors in a value, without those of `without`."""
     storages = {id(storage): storage for tensor in tensors_in(value) for storage in storages_of(tensor)}
     for tensor in tensors_in(without):
         for storage in storages_of(tensor):

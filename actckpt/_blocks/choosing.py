@@ -1,4 +1,4 @@
-"""The blocks of a model that a user chose: by type, qualified name, pattern or predicate."""
+"""The blocks that a user selected: by type, qualified name, pattern or predicate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from actckpt.errors import BlocksError
 
 __all__ = ["Blocks", "check_made", "check_model", "check_not_meta", "chosen_blocks", "nothing_found"]
 
-#: Types of modules, names, patterns, or a predicate; several of the first three.
+#: Module types, names or patterns (one or several), or a predicate.
 Blocks = type[torch.nn.Module] | str | Callable[[torch.nn.Module], bool] | Sequence[type[torch.nn.Module] | str]
 
 
 def check_model(model: Any, what: str) -> None:
-    """Raise a TypeError, that says what to pass to `what`, where a model is no module."""
+    """Raise a TypeError that says what to pass to `what` if a model is no module."""
     if isinstance(model, torch.nn.Module):
         return
     kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
@@ -33,10 +33,10 @@ def check_model(model: Any, what: str) -> None:
 
 
 def chosen_blocks(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, torch.nn.Module]:
-    """Return the chosen modules of a model by their qualified names; without a choice NOTE [ Blocks of a model ] says.
+    """Return the selected modules of a model by their qualified names; default: see `finding`.
 
     Raises:
-        BlocksError: a name is none of the model's, or something is no choice.
+        BlocksError: a name is none of the model's, or an element is no selector.
     """
     if blocks is None:
         return repeated_blocks(model)
@@ -52,7 +52,7 @@ def chosen_blocks(model: torch.nn.Module, blocks: Blocks | None) -> dict[str, to
 
 
 def _names_around(name: str) -> Iterator[str]:
-    """Yield the names of the modules that a module is in, but for the whole model."""
+    """Yield the names of the modules around a module, without the whole model."""
     while name := name.rpartition(".")[0]:
         yield name
 
@@ -61,20 +61,20 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
     named = {name: module for name, module in model.named_modules() if name}
     modules: dict[str, torch.nn.Module] = {name: module for name, module in named.items() if has_forward(module)}
     if isinstance(block, str):
-        found = {name: module for name, module in modules.items() if matches(block, name)}
+        matching = {name: module for name, module in modules.items() if matches(block, name)}
         if block in named and block not in modules:
             raise BlocksError(
                 f"apply: {block!r} is a {type(named[block]).__name__}, which is never called: it has no "
                 f"forward. Pass {block + '.*'!r} for the modules in it."
             )
-        if not found:
+        if not matching:
             near = difflib.get_close_matches(block, modules, n=3)
             some = f"Nearest: {', '.join(near)}" if near else f"The first: {', '.join(list(modules)[:5]) or 'none'}"
             raise BlocksError(
                 f"apply: no module of {type(model).__name__} is named {block!r}; it has {len(modules)}. {some}. "
                 "Names are those of model.named_modules()."
             )
-        return found
+        return matching
     if isinstance(block, type):
         return {name: module for name, module in modules.items() if isinstance(module, block)}
     if isinstance(block, torch.nn.Module):
@@ -91,7 +91,7 @@ def _find_one(model: torch.nn.Module, block: Any) -> dict[str, torch.nn.Module]:
 
 
 def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
-    """Return the words of an error about a choice that names no module."""
+    """Return the error text for a selection that matches no module."""
     types = sorted({type(module).__name__ for module in model.modules()})
     what = "no repeated blocks" if blocks is None else f"no block that matches {blocks!r}"
     return (
@@ -101,7 +101,7 @@ def nothing_found(model: torch.nn.Module, blocks: Blocks | None) -> str:
 
 
 def _what_to_pass(model: torch.nn.Module, blocks: Blocks | None) -> str:
-    """Say which choice names modules, those that save the most likely ones first; or what to do where none does."""
+    """Suggest a selection that matches modules, likely ones first; or what to do if there is none."""
     called = {name: module for name, module in model.named_modules() if name and has_forward(module)}
     if not called:
         return (
@@ -125,7 +125,7 @@ def _are(num: int) -> str:
 
 
 def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
-    """Raise a BlocksError where parameters or buffers of blocks are not made yet."""
+    """Raise a BlocksError if parameters or buffers of blocks are not materialized."""
     for name, block in blocks.items():
         for own, tensor in (*block.named_parameters(), *block.named_buffers()):
             if is_lazy(tensor):
@@ -136,7 +136,7 @@ def check_made(blocks: Mapping[str, torch.nn.Module], what: str) -> None:
 
 
 def check_not_meta(model: torch.nn.Module, what: str) -> None:
-    """Raise a ValueError where a model has parameters without bytes: nothing of its steps can be measured."""
+    """Raise a ValueError if a model has meta parameters: its steps cannot be measured."""
     name = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if name is not None:
         raise ValueError(

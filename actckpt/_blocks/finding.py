@@ -1,35 +1,33 @@
-"""Which modules of a model are its blocks, where the user does not say.
+"""Which modules of a model are its blocks, if the user does not say.
 
-NOTE [ Blocks of a model ]
+Nothing runs, and names are not used (with one exception), so the structure decides.
 
-Nothing is run and, but for one rule, no names are known, so the structure has to tell. A *layer* is a module without
-modules in it (not an Identity, nor a Dropout that drops nothing); each stands for one saved result. A *candidate* is a
-module of at least two layers that has a forward of its own and stands in a row: in a ModuleList, Sequential or
-ModuleDict, or as one of several attributes whose names differ in a number only (`b1`, `b2`). It must be repeated:
-another candidate somewhere in the model is of its kind, which is its type, or for a Sequential the types in it.
-Containers without a forward are looked through. Candidates may be inside each other: stages, their blocks, parts of
-blocks. What computes a parameter (torch's parametrizations) is a part of the module that has the parameter: it is
-neither a layer nor a candidate. Types of the same name and bases are one type, since torch makes a type per
-parametrized module.
+- A *layer* is a module without submodules, except Identity and a Dropout that drops nothing. It stands for one saved
+  result.
+- A *candidate* has at least two layers, its own forward, and siblings in a row: in a ModuleList, Sequential or
+  ModuleDict, or as attributes whose names differ only in a number (`b1`, `b2`). Another candidate in the model must be
+  of the same kind. The kind is the type, or for a Sequential the types inside. Containers without a forward are
+  transparent.
+- Candidates may be nested: stages, their blocks, parts of blocks.
+- Modules that compute a parameter (torch's parametrizations) belong to the module that has the parameter. Types of the
+  same name and bases count as one, since torch makes a type per parametrized module.
 
-Chosen are candidates such that what training holds at its peak is least, by the count of layers: one input for each
-chosen one, the layers outside of all, and, while backward runs through it, the layers of the largest, which count twice
-since results inside of blocks are wider than those between them. So stages of many blocks give way to their blocks,
-blocks stay whole although attention and MLP inside of them repeat too, and experts stay inside of the block that
-chooses between them.
+Those candidates are chosen that minimize the peak of training, counted in layers: one input per chosen candidate, all
+layers outside, and twice the layers of the largest candidate while backward runs through it (results inside a block are
+wider than those between blocks). So stages of many blocks are split into their blocks. Blocks are not split into
+attention and MLP, and experts stay inside the block that chooses between them.
 
-The one rule: a layer that Transformers' own checkpointing checkpoints has no candidates inside where each would be of a
-kind of its own (attention and MLP of T5). Such parts are given the key-value cache, which is taken away from the
-library's layers only. Where parts of one kind repeat inside, it is a stage (Swin), and the count decides as elsewhere.
+The exception: a layer that Transformers' own checkpointing wraps has no candidates inside if each would be of a
+different kind (attention and MLP of T5). Such parts get the key-value cache, which is removed only for the library's
+layers. If parts of one kind repeat inside, the layer is a stage (Swin), and the count decides.
 
-A candidate of a kind of its own is chosen where it stands in one container with chosen ones and has at least half as
-many layers as they: the first block of a stack is often another one. In a model without repeated candidates (a stack of
-one layer, or one layer that is called many times) those that stand in a ModuleList are chosen from.
+A candidate without others of its kind is chosen if it shares a container with chosen ones and has at least half as many
+layers: the first block of a stack often differs. In a model without repeated candidates (a stack of one layer, or one
+layer called many times), those in a ModuleList are considered.
 
-A model in which none are found may have blocks that keep their parameters themselves, or have one layer and compute the
-rest in their forward: modules of a container with matrices among their parameters are candidates of two layers then.
-Modules of torch's classes need two matrices, as GRU and MultiheadAttention have: with one, as in Linear, a rerun saves
-nothing.
+If none are found, blocks may hold their parameters themselves, or have one layer and compute the rest in their forward.
+Then modules of a container with matrices among their parameters count as candidates of two layers. torch's own modules
+need two matrices, like GRU and MultiheadAttention; with one, like Linear, a rerun saves nothing.
 """
 
 from collections import Counter
@@ -50,7 +48,7 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(eq=False)
 class _Part:
-    """A module with the candidates in it."""
+    """A module with the candidates inside."""
 
     name: str
     module: nn.Module
@@ -60,12 +58,12 @@ class _Part:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by their qualified names, see NOTE [ Blocks of a model ]; none if it has none."""
+    """Return the blocks of a model by their qualified names; may be empty."""
     return _repeated(model, _is_block) or _repeated(model, _is_own_block)
 
 
 def _repeated(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the blocks among the modules that may be one."""
+    """Return the blocks among the modules for which `is_block` is true."""
     roots = _candidates(model, "", None, set(), is_block)
     everything = list(_all(roots))
     kinds = Counter(_kind(part.module) for part in everything)
@@ -80,12 +78,12 @@ def _repeated(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> dict[s
         held = len(chosen) + outside + 2 * max(part.num_layers for part in chosen)
         if not best or held < least:
             best, least = chosen, held
-    found = {id(part.module) for part in [*best, *_beside(roots, best)]}
-    return {name: module for name, module in model.named_modules() if id(module) in found}
+    block_ids = {id(part.module) for part in [*best, *_beside(roots, best)]}
+    return {name: module for name, module in model.named_modules() if id(module) in block_ids}
 
 
 def _beside(parts: list[_Part], chosen: list[_Part]) -> Iterator[_Part]:
-    """Yield the outermost candidates without chosen ones inside that stand beside some and are not much smaller."""
+    """Yield the outermost candidates beside chosen ones that contain none and are not much smaller."""
     for part in parts:
         if part in chosen:
             continue
@@ -107,11 +105,11 @@ def _candidates(
     seen: set[int],
     is_block: Callable[[nn.Module], bool],
 ) -> list[_Part]:
-    """Return the outermost candidates in a module, itself included, each module once.
+    """Return the outermost candidates in a module, including itself, each module once.
 
     Args:
-        container: what the module stands in, if it stands in a row there.
-        is_block: whether a module with a forward may be one.
+        container: the module's container, if it is one of several in a row there.
+        is_block: whether a module with a forward may be a block.
     """
     if id(module) in seen:
         return []
@@ -138,7 +136,7 @@ def _candidates(
 
 
 def _names_in_a_row(module: nn.Module) -> set[str]:
-    """Return the names of the children of a module that stand in a row."""
+    """Return the names of a module's children that are in a row."""
     names = [name for name, _ in _named_children(module)]
     if isinstance(module, _CONTAINERS):
         return set(names)
@@ -151,7 +149,7 @@ def _stem(name: str) -> str:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; a ModuleList cannot. Compiled modules have a forward of their own."""
+    """Whether a module can be called; a ModuleList cannot. Compiled modules have their own forward."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -160,7 +158,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_own_block(module: nn.Module) -> bool:
-    """Whether a module may be a block, also with one layer in it, or none. Torch's layers may not, and norms."""
+    """Whether a module with at most one layer may be a block. torch's layers and norms may not."""
     if _is_block(module):
         return True
     of_torch = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules."))
@@ -186,7 +184,7 @@ def _layers(module: nn.Module) -> Iterator[int]:
 
 
 def _named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in a module, without those that compute its parameters."""
+    """Yield the children of a module, without those that compute its parameters."""
     for name, child in module.named_children():
         if not (name == "parametrizations" and is_parametrized(module)):
             yield name, child
@@ -209,7 +207,7 @@ def _all(parts: list[_Part]) -> Iterator[_Part]:
 
 
 def _cut(parts: list[_Part], allowed: set[int], limit: int) -> Iterator[_Part]:
-    """Yield the outermost allowed candidates of at most `limit` layers, and larger ones with no allowed ones inside."""
+    """Yield the outermost allowed candidates of at most `limit` layers, and larger ones without allowed ones."""
     for part in parts:
         inside = list(_cut(part.parts, allowed, limit))
         if id(part) in allowed and (part.num_layers <= limit or not inside):

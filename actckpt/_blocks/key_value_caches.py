@@ -1,10 +1,10 @@
-"""Key-value caches of Transformers that a block of an applied model is given: the only file that knows that library.
+"""Key-value caches of Transformers passed to blocks of an applied model: the only file that uses that library.
 
-Models of Transformers make a cache in every forward (`use_cache` is True by default) and hand it to each block, which
-appends its keys and values. What is in it lives until backward, which training does not read, and in a forward that
-nobody differentiates it leads to the regions that wrote it (NOTE [ Found by the forward ], Rule 3). The library's own
-checkpointing takes it away from its layers in training, and checkpoints nothing in evaluation. So does `apply`, for
-the same layers, where a cache is given. A cache that holds something stays: reruns find it as their forward did.
+Transformers models create a cache in every forward (`use_cache` is True by default) and pass it to each block, which
+appends keys and values. Training does not read the cache, but it keeps its contents alive until backward. In a forward
+without backward it refers to the regions that wrote it (NOTE [ Object state ], Rule 3). The library's own checkpointing
+removes the cache from the arguments of its layers in training, and does not checkpoint in evaluation. `apply` does the
+same for the same layers. A non-empty cache stays: reruns find it as their forward did.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from actckpt.errors import BlocksError
 
 __all__ = ["is_checkpointing_layer", "without_cache"]
 
-#: Which block a cache was taken away from first.
+#: The block from whose arguments a cache was first removed.
 _taken_from: WeakKeyDictionary[Any, "ref[torch.nn.Module]"] = WeakKeyDictionary()
 _warned: set[tuple[str, str]] = set()
 
@@ -31,14 +31,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def without_cache(
     block: torch.nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments | None:
-    """Return the arguments of one call of a block, without an empty key-value cache among them.
+    """Return the arguments of a block call without an empty key-value cache.
 
     Args:
-        forward: what will be called; its signature tells which argument is `use_cache`.
+        forward: the function to be called; its signature shows which argument is `use_cache`.
     Returns:
-        None: the block is given a cache in evaluation, and not to be checkpointed.
+        None: the block gets a cache in evaluation, and must not be checkpointed.
     Raises:
-        BlocksError: the cache was taken away from this block before: somebody trains through it.
+        BlocksError: the cache was removed for this block before: someone trains through it.
     """
     kind = _type("transformers.cache_utils", "Cache")
     if kind is None or not any(isinstance(value, kind) for value in (*args, *kwargs.values())):
@@ -50,24 +50,24 @@ def without_cache(
         return None
     names = list(inspect.signature(forward).parameters)[: len(args)]
     rest = args[len(names) :]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    taken = {name: _taken(block, name, value, kind) for name, value in given.items()}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    taken = {name: _taken(block, name, value, kind) for name, value in arguments.items()}
     return (*(taken[name] for name in names), *rest), {name: taken[name] for name in kwargs}
 
 
 def is_checkpointing_layer(module: torch.nn.Module) -> bool:
-    """Whether a module is one of those that the library's own checkpointing checkpoints, as a whole."""
+    """Whether a module is one that the library's own checkpointing wraps as a whole."""
     layer = _type("transformers.modeling_layers", "GradientCheckpointingLayer")
     return layer is not None and isinstance(module, layer)
 
 
 def _type(module: str, name: str) -> Any:
-    """Return a type of a package that may not be loaded, or may be older than the type."""
+    """Return a type of a package that may not be imported, or may lack the type."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def _taken(block: torch.nn.Module, name: str, value: Any, kind: Any) -> Any:
-    """Return what a block gets instead of one argument."""
+    """Return the replacement for one argument of a block."""
     if name == "use_cache":
         return False if value is True else value
     if not isinstance(value, kind) or not _is_empty(value):
@@ -82,7 +82,7 @@ def _taken(block: torch.nn.Module, name: str, value: Any, kind: Any) -> Any:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether nothing was written to a cache. Asks no device: only shapes."""
+    """Whether a cache is empty. Reads only shapes, so it does not wait for a device."""
     tensors = _C.Structure((cache,), set(), []).take_tensors()
     return not any(tensor.dim() > 1 and tensor.numel() > 0 for tensor in tensors)
 

@@ -1,4 +1,4 @@
-"""The report on an applied model: what its blocks did in a step, by operator, module or type of modules."""
+"""The report on an applied model: what its blocks did in a step, by operator, module or module type."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from actckpt.planner.plans import Plan
 __all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "kept_below_modes", "rows_of", "stayed", "sums_of"]
 
 GroupBy = Literal["operator", "module", "type"]
-#: Of several entries for one storage, the one with the highest number says what became of it.
+#: The entry with the highest rank decides if a storage has several.
 _RANKS = {Action.RECOMPUTE: 0, Action.OFFLOAD: 1, Action.PREFER_OFFLOAD: 1, Action.KEEP: 2}
-#: A block by name, and what the record of a step has of one of its values.
+#: A block's name, and an entry for one of its values in the step's record.
 Found = tuple[str, Any]
 
 
@@ -31,39 +31,39 @@ Found = tuple[str, Any]
 class ModelRow:
     """Values of one operator, of one module in identical blocks, or of modules of one type."""
 
-    #: Of the operator, the module or the type. Blocks of which everything is the same stand as one: `layers.0-31.mlp`.
+    #: Of the operator, the module or the type. Identical blocks share a row: `layers.0-31.mlp`.
     name: str
     num_blocks: int
     num_values: int
     kept_bytes: int
     offloaded_bytes: int
     recomputed_bytes: int
-    #: How often a value of this row was computed again by itself; reruns of blocks do not count.
+    #: How often a value of this row was replayed; reruns of blocks do not count.
     num_replays: int
-    #: All its bytes, whatever became of them, of those that plain training holds in the blocks.
+    #: The share of all its bytes, whatever their action, in what plain training holds in the blocks.
     share: float
 
     @property
     def nbytes(self) -> int:
-        """All bytes, whatever became of them."""
+        """All bytes, whatever their action."""
         return self.kept_bytes + self.offloaded_bytes + self.recomputed_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelReport:
-    """What `actckpt.report(model)` returns. `print` it for a table."""
+    """The result of `actckpt.report(model)`. `print` it for a table."""
 
     #: Qualified names of the blocks that `apply` checkpoints.
     blocks_patched: tuple[str, ...]
-    #: Those of them that ran since.
+    #: Those of them that have run.
     blocks_ran: tuple[str, ...]
-    #: What `apply` was asked for: `"policy='recompute'"`, `"activation_budget='50%'"`.
+    #: The arguments of `apply`: `"policy='recompute'"`, `"activation_budget='50%'"`.
     policy: str = ""
-    #: Operators that the policy names and that did not run in the first step, with what ran in their place.
+    #: Operators that the policy names and that did not run in the first step, with what ran instead.
     operators_not_run: tuple[str, ...] = ()
-    #: What became of the values that blocks saved in the recorded step, the largest first.
+    #: The values that blocks saved in the recorded step, the largest first.
     rows: tuple[ModelRow, ...] = ()
-    #: Of these values, each storage once: bytes that blocks hold at the end of the forward, moved to a store, dropped.
+    #: Bytes of these values, each storage once: held by blocks at the end of the forward, offloaded, dropped.
     kept_bytes: int = 0
     offloaded_bytes: int = 0
     recomputed_bytes: int = 0
@@ -72,19 +72,19 @@ class ModelReport:
     group_by: GroupBy = "operator"
     #: Which step that was; or why nothing is known.
     note: str = ""
-    #: That this is the last report of a model after `remove`; else an empty text.
+    #: Says that this is the last report of a model after `remove`; else empty.
     heading: str = ""
-    #: Of `apply(budget=...)` and `apply(policy=plan)`; None: not made yet, or another policy.
+    #: The plan of `apply(budget=...)` or `apply(policy=plan)`; None: not made yet, or another policy.
     plan: Plan | None = None
-    #: How many more steps are trials, which run `plan` and simple choices in turn; the fastest one is kept. None: a
+    #: How many more steps are trials, which run `plan` and simple policies in turn; the fastest one is kept. None: a
     #: budget was given, and no plan is made yet.
     race_steps_left: int | None = 0
 
     @property
     def kept_share(self) -> float | None:
-        """What blocks hold at the end of the forward, of what plain training holds there.
+        """The share of plain training's bytes that blocks hold at the end of the forward.
 
-        None: nothing was recorded, and `note` says why (`policy="keep"` leaves everything to autograd, unseen).
+        None: nothing was recorded, and `note` says why (`policy="keep"` leaves everything to autograd).
         """
         return self.kept_bytes / self.plain_bytes if self.plain_bytes else None
 
@@ -129,10 +129,10 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
     return row.name, str(row.num_blocks), str(row.num_values), share, *sizes, str(row.num_replays)
 
 
-def _once(found: Sequence[Found]) -> list[Found]:
-    """Return what became of each storage (Rule 4 of NOTE [ Recorded steps ])."""
+def _once(entries: Sequence[Found]) -> list[Found]:
+    """Return one entry per storage: as held if any block holds it."""
     chosen: dict[Any, Found] = {}
-    for number, (block, entry) in enumerate(found):
+    for number, (block, entry) in enumerate(entries):
         key = number if entry.storage is None else entry.storage
         before = chosen.get(_Same(key))
         if before is None or _RANKS[entry.action] > _RANKS[before[1].action]:
@@ -141,7 +141,7 @@ def _once(found: Sequence[Found]) -> list[Found]:
 
 
 class _Same:
-    """A key that is equal to itself only: dead weak references are equal to no other one, and hash no more."""
+    """A key that equals only itself: dead weak references compare unequal to all others, and cannot be hashed."""
 
     __slots__ = ("_key",)
 
@@ -155,12 +155,12 @@ class _Same:
         return isinstance(other, _Same) and self._key is other._key
 
 
-def sums_of(found: Sequence[Found]) -> dict[str, int]:
-    """Return the sums of a report by their names."""
+def sums_of(entries: Sequence[Found]) -> dict[str, int]:
+    """Return the sums of a report by name."""
     sums = dict.fromkeys(Action, 0)
-    for _, entry in _once(found):
+    for _, entry in _once(entries):
         sums[entry.action] += entry.nbytes
-    saved = _once([each for each in found if each[1].why != READ])
+    saved = _once([item for item in entries if item[1].why != READ])
     return {
         "kept_bytes": sums[Action.KEEP],
         "offloaded_bytes": sums[Action.OFFLOAD],
@@ -169,15 +169,15 @@ def sums_of(found: Sequence[Found]) -> dict[str, int]:
     }
 
 
-def stayed(found: Sequence[Found]) -> str:
-    """Say of blocks under `offload` what stayed since it is small, and what to do where nothing else was moved."""
-    small = [entry for _, entry in found if entry.why.startswith(SMALL)]
+def stayed(entries: Sequence[Found]) -> str:
+    """Return what stayed under `offload` because it is small, and what to do if nothing was offloaded."""
+    small = [entry for _, entry in entries if entry.why.startswith(SMALL)]
     num = sum(entry.num_values for entry in small)
     if not num:
         return ""
     nbytes = sum(entry.nbytes for entry in small)
     what = f"{num} tensors of {format_bytes(nbytes)} in all are {small[0].why}"
-    if any(entry.action is Action.OFFLOAD and entry.nbytes for _, entry in found):
+    if any(entry.action is Action.OFFLOAD and entry.nbytes for _, entry in entries):
         return f"{what}, and stay."
     return (
         f"Nothing was offloaded: all {what}. They have {format_bytes(nbytes / num)} on average; "
@@ -185,42 +185,42 @@ def stayed(found: Sequence[Found]) -> str:
     )
 
 
-def kept_below_modes(found: Sequence[Found]) -> str:
-    """Say what stayed on account of the program's dispatch modes, by the reason that names one."""
+def kept_below_modes(entries: Sequence[Found]) -> str:
+    """Return what was kept because of the program's dispatch modes, by the reason that names one."""
     sums: dict[str, int] = {}
-    for _, entry in _once(found):
+    for _, entry in _once(entries):
         if entry.why.startswith(BELOW):
             sums[entry.why] = sums.get(entry.why, 0) + entry.nbytes
     return "".join(f"Kept although the policy drops it: {format_bytes(n)} {why}.\n" for why, n in sums.items())
 
 
 def rows_of(
-    model: torch.nn.Module, blocks: Mapping[str, Any], found: Sequence[Found], group_by: GroupBy, top: int | None
+    model: torch.nn.Module, blocks: Mapping[str, Any], entries: Sequence[Found], group_by: GroupBy, top: int | None
 ) -> tuple[ModelRow, ...]:
     """Return the rows of a report.
 
     Args:
         blocks: by name.
-        found: what the record of the step has.
-        top: how many rows; the others are summed up in one more. None: all.
+        found: the entries of the recorded step.
+        top: maximum number of rows; the rest is summed up in one more. None: all.
     """
-    plain_bytes = sums_of(found)["plain_bytes"]
-    once = _once(found)
+    plain_bytes = sums_of(entries)["plain_bytes"]
+    once = _once(entries)
     modules = {qualified_name(model, module): module for module in model.modules()} if group_by == "type" else {}
     groups: dict[str, list[Found]] = {}
     named = _names_in_blocks(blocks, once) if group_by == "module" else {}
-    for each in once:
-        block, entry = each
+    for item in once:
+        block, entry = item
         if group_by == "operator":
             name = entry.operator
         else:
             path = _path(blocks, block, entry.module)
             name = type(modules.get(path, blocks[block])).__name__ if group_by == "type" else named[path]
-        groups.setdefault(name, []).append(each)
+        groups.setdefault(name, []).append(item)
     rows = [_row(name, members, plain_bytes) for name, members in groups.items()]
     rows.sort(key=lambda row: -row.nbytes)
     if top is not None and len(rows) > top:
-        rest = [each for row in rows[top:] for each in groups[row.name]]
+        rest = [item for row in rows[top:] for item in groups[row.name]]
         rows = [*rows[:top], _row(f"({len(rows) - top} more)", rest, plain_bytes)]
     return tuple(rows)
 
@@ -242,9 +242,9 @@ def _row(name: str, members: Sequence[Found], plain_bytes: int) -> ModelRow:
 
 
 def _path(blocks: Mapping[str, Any], block: str, module: str | None) -> str:
-    """Return the name that a module has in the model, for one that ran in a block.
+    """Return the name in the model of a module that ran in a block.
 
-    A recorder names it as the outermost module that ran knows it: that may be the block, or something around the model.
+    The recorder names it relative to the outermost running module, which may be the block, or a wrapper of the model.
     """
     if module is None or module == type(blocks[block]).__name__:
         return block
@@ -252,10 +252,10 @@ def _path(blocks: Mapping[str, Any], block: str, module: str | None) -> str:
     return f"{block}.{module}" if at < 0 else module[at:]
 
 
-def _names_in_blocks(blocks: Mapping[str, Any], found: Iterable[Found]) -> dict[str, str]:
-    """Return how to call modules by their paths: those of blocks in which everything is the same alike."""
+def _names_in_blocks(blocks: Mapping[str, Any], entries: Iterable[Found]) -> dict[str, str]:
+    """Return display names of modules by path: identical blocks share a name."""
     inside: dict[str, dict[str, tuple[int, ...]]] = {name: {} for name in blocks}
-    for block, entry in found:
+    for block, entry in entries:
         path = _path(blocks, block, entry.module)
         kinds = [entry.nbytes * (entry.action is action) for action in (Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE)]
         before = inside[block].get(path[len(block) :], (0, 0, 0, 0))
@@ -268,18 +268,18 @@ def _names_in_blocks(blocks: Mapping[str, Any], found: Iterable[Found]) -> dict[
 
 
 def folded(names: Sequence[str]) -> str:
-    """Return one name for several: `layers.0-31`, `layers.{0-2, 5}`; wildcards or a count where no number tells."""
+    """Return one name for several: `layers.0-31`, `layers.{0-2, 5}`; wildcards or a count if they differ otherwise."""
     if len(names) == 1:
         return names[0]
     parts = list(zip(*(name.split(".") for name in names), strict=False))
     if len({name.count(".") for name in names}) > 1:
         return f"{names[0]} and {len(names) - 1} more"
-    is_grid = len(names) == math.prod(len(set(part)) for part in parts)  # each number of one part with all of others
+    is_grid = len(names) == math.prod(len(set(part)) for part in parts)  # all combinations occur
     return ".".join(part[0] if len(set(part)) == 1 else _range(part) if is_grid else "*" for part in parts)
 
 
 def _range(part: Sequence[str]) -> str:
-    if not all(each.isdecimal() for each in part):
+    if not all(label.isdecimal() for label in part):
         return "*"
     ranges = listed(dict.fromkeys(part))
     return f"{{{ranges}}}" if "," in ranges else ranges

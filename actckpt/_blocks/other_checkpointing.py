@@ -1,8 +1,8 @@
-"""Checkpointing that Transformers, Diffusers and timm turn on by a flag of their modules: `apply` takes its place.
+"""Checkpointing that Transformers, Diffusers and timm enable by a flag of their modules: `apply` replaces it.
 
-A flag on a block, or on a module inside of one, makes theirs run inside of ours; one on a module around makes it run
-around ours. Either way a policy decides nothing. So such flags are turned off, and `remove` turns them on again. No
-library is imported. A flag that is turned on after `apply` is seen when a block runs next.
+A flag on a block, or on a module inside, would checkpoint inside our region; a flag on a module around, around it. In
+both cases a policy would have no effect. So these flags are turned off, and `remove` turns them on again. No library is
+imported. A flag that is set after `apply` is noticed when a block runs next.
 """
 
 import functools
@@ -18,9 +18,9 @@ __all__ = ["holders", "is_on", "restore", "take_over"]
 
 #: Of Transformers and Diffusers; of timm.
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-#: The value of a flag that was on. It is false, follows its module into copies, and no library sets it.
+#: Replaces a flag that was on. It is false, follows its module into copies, and no library sets it.
 _TAKEN_OVER = None
-#: Keywords of their checkpoints that change nothing here.
+#: Options of their checkpoints that have no effect here.
 _WITHOUT_EFFECT = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop")
 
 Module = torch.nn.Module
@@ -38,8 +38,8 @@ def holders(model: Module, blocks: Collection[str]) -> "list[ref[Module]]":
 
 
 def is_on(block: Module, around: "Iterable[ref[Module]]") -> bool:
-    """Whether a flag is on, of a block or of one of the modules around it. Asked at every call of a block."""
-    return _has_flag(block) or any((module := each()) is not None and _has_flag(module) for each in around)
+    """Whether a flag of a block or of a module around it is on. Called at every call of a block."""
+    return _has_flag(block) or any((module := reference()) is not None and _has_flag(module) for reference in around)
 
 
 def _has_flag(module: Module) -> bool:
@@ -48,7 +48,7 @@ def _has_flag(module: Module) -> bool:
 
 
 def take_over(model: Module, blocks: Mapping[str, Module]) -> None:
-    """Turn the flags of a model off that concern blocks, by qualified name; warn of options that go with them."""
+    """Turn off a model's flags that concern blocks, by qualified name; warn of options that are lost."""
     flagged = [
         module
         for name, module in model.named_modules()
@@ -80,12 +80,12 @@ def restore(model: Module) -> None:
 
 
 def _is_around(name: str, inner: str) -> bool:
-    """Whether one module is another one, or around it, by their qualified names."""
+    """Whether a module is the other one or contains it, by their qualified names."""
     return not name or inner == name or inner.startswith(f"{name}.")
 
 
 def _options(module: Module) -> Iterable[str]:
-    """Return what the function of a flagged module is called with beyond what it does anyway."""
+    """Return the non-default arguments of a flagged module's checkpoint function."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     if not isinstance(function, functools.partial):
         return []

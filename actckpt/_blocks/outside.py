@@ -1,4 +1,4 @@
-"""Which modules make what a model holds outside of its blocks, and how to make blocks of them."""
+"""Which modules outside of the blocks make what a model holds, and how to turn them into blocks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from actckpt._text.sizes import format_bytes
 
 __all__ = ["MadeOutside", "MadeStorages", "OutsideModules", "advice", "blocks_argument"]
 
-#: At most so many modules are named, none that makes less than this share of the whole.
+#: Maximum number of named modules, and the minimum share of each.
 _MAX_NAMES, _LEAST_SHARE = 3, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class MadeOutside:
-    """Bytes that are alive when the forward of a model ends, and that a module outside of its blocks made."""
+    """Live bytes at the end of a model's forward that a module outside of its blocks made."""
 
-    #: Qualified, of the largest module around it that has no block inside; empty: code of the model's own forward.
+    #: Qualified name of the largest enclosing module without a block inside; empty: code of the model's own forward.
     name: str
     nbytes: int
-    #: What a block made of the module would drop: all but what the module returns.
+    #: What a block made of the module would drop: everything except the module's results.
     inner_bytes: int
 
 
@@ -39,10 +39,10 @@ class MadeStorages(Protocol):
     num_made: int
 
     def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
-        """Return whether a storage was made after so many others."""
+        """Return whether a storage was created after the first `since` storages."""
 
     def made_by(self) -> Callable[[int], int]:
-        """Return what tells how many bytes of what is alive were there when so many storages had been made."""
+        """Return a function that maps a number of storages to the live bytes among the first that many."""
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class OutsideModules:
         self._close += [hook.remove for hook in hooks]
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         for close in self._close:
             close()
 
@@ -107,7 +107,7 @@ class OutsideModules:
 
 
 def _called_around(module: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
-    """Call functions before and after a compiled module, as hooks are; return what ends that."""
+    """Call functions before and after a compiled module, like hooks; return a function that undoes it."""
     compiled = torch_private.call_of_compiled(module)
     assert compiled is not None
 
@@ -125,18 +125,20 @@ def _called_around(module: Any, begins: Callable[..., None], ends: Callable[...,
 
 
 def _outermost_without_blocks(model: torch.nn.Module, blocks: set[str]) -> list[str]:
-    """Return the modules that can be called, and have no block inside or around them, but for parts of one another."""
-    found: set[str] = set()
+    """Return the outermost callable modules with no block inside or around them."""
+    outermost: set[str] = set()
     for name, module in model.named_modules():
-        is_near_block = any(f"{name}.".startswith(f"{each}.") or f"{each}.".startswith(f"{name}.") for each in blocks)
-        is_part = any(name.startswith(f"{each}.") for each in found)
+        is_near_block = any(
+            f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in blocks
+        )
+        is_part = any(name.startswith(f"{other}.") for other in outermost)
         if name and not is_near_block and not is_part and has_forward(module):
-            found.add(name)
-    return [*found]
+            outermost.add(name)
+    return [*outermost]
 
 
 def blocks_argument(model: torch.nn.Module, more: Sequence[str], blocks: Iterable[str]) -> str:
-    """Return what to pass as `blocks=` so that some modules are blocks beside those of a model."""
+    """Return the `blocks=` argument that adds modules to a model's blocks."""
     names = [*blocks]
     patterns = [*more, *dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names)]
     is_same = set(chosen_blocks(model, patterns)) == {*more, *names}
@@ -146,10 +148,10 @@ def blocks_argument(model: torch.nn.Module, more: Sequence[str], blocks: Iterabl
 def advice(
     rows: Sequence[MadeOutside], model: torch.nn.Module, blocks: Iterable[str], needed_bytes: float | None
 ) -> str:
-    """Say how much is made outside of the blocks of a model, by which modules, and what to do.
+    """Return how much is made outside of the blocks of a model, by which modules, and what to do.
 
     Args:
-        needed_bytes: of the smallest budget; where less than a tenth of that is made there, nothing is said.
+        needed_bytes: of the smallest budget; the text is empty if less than a tenth of that is made there.
     """
     total = sum(row.nbytes for row in rows)
     if total <= _LEAST_SHARE * (needed_bytes or 0.0):

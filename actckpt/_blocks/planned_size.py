@@ -1,4 +1,4 @@
-"""Whether a model that runs a plan is given more than the plan was made for."""
+"""Whether a model gets larger inputs than its plan was made for."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ __all__ = ["PlannedSize", "given_bytes", "warns_of_larger"]
 
 
 def given_bytes(arguments: Any) -> tuple[float, ...]:
-    """Return the bytes of each tensor among arguments, of parts of others and of expanded ones as they are."""
+    """Return the bytes of each tensor among arguments, including inner tensors; expanded ones count what they store."""
     return tuple(tensor.numel() * tensor.element_size() for tensor in tensors_in(arguments))
 
 
 class PlannedSize:
-    """What the block that runs first in a forward is given under a plan. One object for all blocks of a model.
+    """Compares the inputs of the block that runs first in a forward with its plan. One object for all blocks of a
+    model.
 
     Args:
-        nbytes: what each block may be given, tensor by tensor; others tell nothing.
-        count: returns the bytes of the tensors that a block is given.
-        exceeded: is told of a block that is given more, by its name, with the training whose block it is.
-        is_for_one: it looks at one forward; else at all up to the first that is larger.
+        nbytes: the maximum per tensor for each block; blocks without an entry are not checked.
+        count: returns the bytes of a block's argument tensors.
+        exceeded: called with the name of a block that gets more, and with its training.
+        is_for_one: checks one forward only; otherwise every forward up to the first larger one.
     """
 
     def __init__(
@@ -42,18 +43,18 @@ class PlannedSize:
         self._is_over = False
 
     def close(self) -> None:
-        """Look at nothing more."""
+        """Stop checking."""
         self._is_over = True
 
     def check(self, name: str, training: Any, arguments: Any) -> None:
-        """Compare it with what a block is given now."""
+        """Compare a block's arguments with the plan."""
         if self._is_over or name not in self._nbytes:
             return
-        given = self._count(arguments)
-        is_larger = any(now > most for now, most in zip(given, self._nbytes[name], strict=False))
+        sizes = self._count(arguments)
+        is_larger = any(now > most for now, most in zip(sizes, self._nbytes[name], strict=False))
         self._is_over = is_larger or self._is_for_one
         if is_larger:
-            self._exceeded(training, name, given)
+            self._exceeded(training, name, sizes)
 
 
 def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
@@ -61,14 +62,14 @@ def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
 
 
 class _Warning:
-    """Says that a plan, which knows one size, runs a larger one, and no other is planned."""
+    """Warns that a plan for one size runs a larger one without being replanned."""
 
     def __init__(self, block: str, nbytes: float, plan: Plan) -> None:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
 
-    def __call__(self, _: Any, __: str, given: tuple[float, ...]) -> None:
+    def __call__(self, _: Any, __: str, sizes: tuple[float, ...]) -> None:
         warn_user(
-            f"apply: block {self._block!r} is given {format_bytes(given[0])} of hidden states, and the plan was made "
+            f"apply: block {self._block!r} is given {format_bytes(sizes[0])} of hidden states, and the plan was made "
             f"for {format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. "
             "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for "
             "each size. Shown once."
@@ -76,18 +77,18 @@ class _Warning:
 
 
 def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
-    """Return the block of a plan that shows its size, and what warns where it is given more.
+    """Return the block of a plan that shows its size, and the check that warns if it gets more.
 
-    It is the first one that held its hidden states in each call: what is given to a model, the program holds.
+    It is the first one that held its hidden states in each call: the program itself holds the inputs of the model.
     """
     assert plan.blocks is not None
     held: dict[str, list[float]] = {}
     for block, name in zip(plan.costs.blocks, plan.blocks, strict=True):
         if name is not None:
-            given = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
-            held.setdefault(name, []).append(block.input_bytes or next(given, 0.0))
-    found = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
-    if found is None:
+            input_sizes = (value.nbytes for value in block.values if value.name == BLOCK_INPUT)
+            held.setdefault(name, []).append(block.input_bytes or next(input_sizes, 0.0))
+    first = next(((name, max(sizes)) for name, sizes in held.items() if all(sizes)), None)
+    if first is None:
         return None
-    shown, nbytes = found
+    shown, nbytes = first
     return shown, PlannedSize({shown: (nbytes,)}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)

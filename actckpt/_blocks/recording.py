@@ -1,13 +1,12 @@
-"""What the blocks of an applied model saved in one step, taken down for `actckpt.report(model)`.
+"""What the blocks of an applied model saved in one step, recorded for `actckpt.report(model)`.
 
-NOTE [ Recorded steps ]
+The first step is recorded, and the one after each report; the steps in between have no overhead. A step starts with the
+first forward of a block after a backward reached one of them. Forwards whose graph was dropped without a backward do
+not count.
 
-Rule 1. The first step is recorded, and the one after each report: in between steps cost nothing.
-Rule 2. A step begins with the first forward of a block after a backward came to one of them. Forwards whose graph is
-        gone without a backward count no more.
-Rule 3. Where operators are replayed, the recorder says what made a value. Hooks of reruns see tensors and the module
-        that runs, and those of `offload` count only.
-Rule 4. A storage counts once, where it is held if it is: what one block drops, the next one may hold as its input.
+Where operators are replayed, the recorder knows what made a value. Hooks of reruns see only tensors and the running
+module, and hooks of `offload` only count. Each storage counts once, as held if any block holds it: the next block may
+hold as its input what one block drops.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _WHY_INPUT = "the rerun starts from it"
 
 
 class _Graph:
-    """Lives as long as the graph of one call."""
+    """Has the lifetime of one call's graph."""
 
 
 class RecordedCall:
-    """One forward of a block; a context around it."""
+    """One forward of a block, as a context around it."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         self._block = block
-        #: What a region with a policy, and what a block of offloading say; while it runs.
+        #: Data of a region with a policy, and of an `offload` block, while it runs.
         self.figures = Figures()
         self.offloading: Offloading | None = None
         self._entries: list[Any] = self.figures.entries
-        #: What reruns drop, by the weak reference to its storage, which is the same object each time.
+        #: What reruns drop, by the weak reference to its storage, which is unique while the storage is alive.
         self._saved: dict[int, TakenDown] = {}
         #: What it holds that is not among them.
         self._held: list[TakenDown] = []
@@ -64,10 +63,10 @@ class RecordedCall:
         _C.set_saved_tensor_observer(self._before)
         if self.offloading is not None:
             self._entries = _moved_and_small(self.offloading)
-        del self.figures, self.offloading  # they hold what only a region that is open needs
+        del self.figures, self.offloading  # they hold what only an open region needs
 
     def holds(self, arguments: Any, action: Action) -> None:
-        """Note what a rerun starts from: it is held, or offloaded, from when the forward ran."""
+        """Record the inputs of a rerun: held or offloaded, from the forward on."""
         for storage in {id(storage): storage for storage in storages_of(arguments)}.values():
             if self._is_parameter(storage):
                 continue
@@ -77,7 +76,7 @@ class RecordedCall:
             self._held.append(TakenDown("(input)", None, action, why, reference, storage.nbytes()))
 
     def keeps(self, num_values: int, nbytes: int) -> None:
-        """Note what a block holds that runs as it is, which nothing here sees: what its plan says."""
+        """Record what a block without checkpointing holds, which only its plan knows."""
         self._held.append(TakenDown("(as it is)", None, Action.KEEP, "", None, nbytes, num_values=num_values))
 
     def _is_parameter(self, storage: torch.UntypedStorage) -> bool:
@@ -99,40 +98,40 @@ class RecordedCall:
         return [*self._entries, *self._held, *self._saved.values()]
 
     def ends_with(self, graph: _Graph) -> None:
-        """Let it count as long as a graph lives."""
+        """Make it count while a graph is alive."""
         self._graph = weakref.ref(graph)
 
     def is_alive(self) -> bool:
-        """Whether its graph lives."""
+        """Whether its graph is alive."""
         return self._graph is not None and self._graph() is not None
 
 
 def _moved_and_small(block: Offloading) -> list[TakenDown]:
-    """Return what a block of offloading moved, and what stayed since it is small."""
-    found = block.report()
-    num_small = sum(row.not_replayed.get(SMALL, 0) for row in found.rows)
-    num_moved = sum(row.num_values for row in found.rows) - num_small
+    """Return what an `offload` block offloaded, and what stayed because it is small."""
+    report = block.report()
+    num_small = sum(row.not_replayed.get(SMALL, 0) for row in report.rows)
+    num_moved = sum(row.num_values for row in report.rows) - num_small
     why = f"{SMALL}={format_bytes(block.min_bytes)}" if num_small else ""
     return [
-        TakenDown("(offload)", None, Action.OFFLOAD, "", None, found.offloaded_bytes, num_values=num_moved),
-        TakenDown("(offload)", None, Action.KEEP, why, None, found.kept_bytes, num_values=num_small),
+        TakenDown("(offload)", None, Action.OFFLOAD, "", None, report.offloaded_bytes, num_values=num_moved),
+        TakenDown("(offload)", None, Action.KEEP, why, None, report.kept_bytes, num_values=num_small),
     ]
 
 
 class Recording:
-    """The calls of all blocks in the step that was recorded last."""
+    """The calls of all blocks in the last recorded step."""
 
     def __init__(self) -> None:
         self._calls: dict[int, list[RecordedCall]] = {}
         self._is_over = False
-        #: How many steps were recorded.
+        #: Number of recorded steps.
         self.num_steps = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Recording, ()  # a copy begins anew
+        return Recording, ()  # a copy starts empty
 
     def begin(self, forward: object, block: torch.nn.Module) -> RecordedCall:
-        """Return the record of a call of a block that begins."""
+        """Return the record of a block call that starts."""
         if self._is_over:
             self._calls.clear()
             self._is_over = False
@@ -143,7 +142,7 @@ class Recording:
         return call
 
     def watch(self, call: RecordedCall, tensor: Tensor, reached: Callable[[], None]) -> None:
-        """Notice when a backward comes to what a call returned."""
+        """Detect when a backward reaches a result of a call."""
         graph = _Graph()
         call.ends_with(graph)
         tensor.register_hook(functools.partial(self._reached, graph, reached))
@@ -153,5 +152,5 @@ class Recording:
         reached()
 
     def entries_of(self, forward: object) -> list[Any]:
-        """Return what became of the values of a block, over its calls in the step."""
+        """Return what became of a block's values, over its calls in the step."""
         return [entry for call in self._calls.get(id(forward), ()) for entry in call.entries()]

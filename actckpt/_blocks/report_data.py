@@ -1,4 +1,4 @@
-"""What the report on a model is made of, as plain data, so that it outlives `remove`."""
+"""The data of a model's report as plain data, so that it outlives `remove`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReportData:
     blocks_ran: tuple[str, ...]
     policy: str
     operators_not_run: tuple[str, ...]
-    #: What was recorded, by block; storages are replaced by markers that are equal where the storages were.
+    #: The recorded entries by block; storages are replaced by markers with the same equality.
     entries: tuple[tuple[str, TakenDown], ...]
     plan: Plan | None
     race_steps_left: int | None
@@ -58,7 +58,7 @@ class ReportData:
         *,
         is_removed: bool = False,
     ) -> ModelReport:
-        """Return the report; `blocks` has the modules of the model by their names in it."""
+        """Return the report; `blocks` maps names to the current modules of the model."""
         return ModelReport(
             blocks_patched=self.blocks,
             blocks_ran=self.blocks_ran,
@@ -75,7 +75,7 @@ class ReportData:
 
 
 def report_data(applied: Mapping[str, Any]) -> ReportData:
-    """Return what is known of patched blocks, by their names for people."""
+    """Return the data about patched blocks, by their display names."""
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
     groups = [*{id(module.forward.together): module.forward.together for module in applied.values()}.values()]
     plan = next((group.plan for group in groups if group.plan is not None), None)
@@ -89,7 +89,7 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
     trainings = [group.training for group in groups if group.training is not None]
     is_unplanned = plan is None and len(trainings) > 0
     if is_unplanned:
-        entries = []  # the calls that were measured were none of training
+        entries = []  # the measured calls were not training
     refused = next((training.refused for training in trainings if training.refused), "")
     return ReportData(
         blocks=tuple(applied),
@@ -98,7 +98,7 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
         operators_not_run=tuple(dict.fromkeys(operator for group in groups for operator in group.matches.idle())),
         entries=_without_storages(entries),
         plan=plan,
-        race_steps_left=None if is_unplanned else max((each.race_steps_left for each in trainings), default=0),
+        race_steps_left=None if is_unplanned else max((one.race_steps_left for one in trainings), default=0),
         note=(refused or _NO_PLAN) if is_unplanned else _note(groups, entries, plan, refused, has_run=len(ran) > 0),
     )
 
@@ -106,7 +106,7 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
 def _note(
     groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: Plan | None, refused: str, *, has_run: bool
 ) -> str:
-    """Say which step was recorded, or why none was; and where the plan exceeds the budget."""
+    """Return which step was recorded, or why none was; and whether the plan exceeds the budget."""
     exceeds = f"The plan exceeds the budget. {refused}" if refused else ""
     return "\n".join(filter(None, (exceeds, _recorded(groups, entries, plan, has_run=has_run))))
 
@@ -115,10 +115,12 @@ def _recorded(groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: P
     if entries and plan is not None:
         return kept_below_modes(entries) + f"Recorded: {_STEP_OF_PLAN}"
     if entries:
-        is_first = any(recording.num_steps == 1 for each in groups if (recording := each.recording_of(None)))
+        is_first = any(
+            recording.num_steps == 1 for blocks_together in groups if (recording := blocks_together.recording_of(None))
+        )
         which = "the first step" if is_first else "the step after the report before"
-        found = filter(None, (stayed(entries), f"Recorded: {which}; the next one is, too."))
-        return kept_below_modes(entries) + "\n".join(found)
+        lines = filter(None, (stayed(entries), f"Recorded: {which}; the next one is, too."))
+        return kept_below_modes(entries) + "\n".join(lines)
     if plan is not None and plan.overhead_seconds == 0.0:
         return ""
     if not has_run:
@@ -135,7 +137,7 @@ def _without_storages(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Ta
     markers: dict[int, tuple[Any, Any]] = {}
     plain = []
     for block, entry in entries:
-        storage = entry.storage  # held in the dict, so that no other one gets its id
+        storage = entry.storage  # held in the dict, so that ids stay unique
         marker = None if storage is None else markers.setdefault(id(storage), (storage, object()))[1]
         values = getattr(entry, "num_values", 1)
         known = entry.operator, entry.module, entry.action, entry.why, marker, entry.nbytes, entry.num_replays, values
@@ -143,12 +145,12 @@ def _without_storages(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Ta
     return tuple(plain)
 
 
-#: Of models whose blocks are checkpointed no more.
+#: Last reports of models whose blocks are no longer checkpointed.
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, ReportData] = weakref.WeakKeyDictionary()
 
 
 def keep_report(model: torch.nn.Module, data: ReportData) -> None:
-    """Keep the last report on a model as long as the model lives."""
+    """Keep the last report on a model while the model is alive."""
     _kept[model] = data
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints around what runs, which run it again in backward."""
+"""Checkpoints around the running code, which will rerun it in backward."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ __all__ = ["checkpoint_around"]
 
 
 def checkpoint_around() -> object | None:
-    """Return what stands for the checkpoint, of torch or of actckpt, whose hooks are the innermost, None if none is."""
+    """Return an object that identifies the checkpoint, of torch or actckpt, with the innermost hooks; None: none."""
     hooks = torch_private.outer_hooks()
     return None if hooks is None or not is_of_checkpoint(hooks) else hooks[0]

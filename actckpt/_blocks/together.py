@@ -1,4 +1,4 @@
-"""The blocks of one `apply`: whether all of them run, and what they save in the steps that are recorded."""
+"""The blocks of one `apply`: whether all of them run, and what they save in recorded steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actckpt.planner.plans import Plan
 __all__ = ["AppliedBlocks"]
 
 _MAX_NAMES = 5
-#: Of so many plans the recorded step is held.
+#: Maximum number of plans whose last recorded step is kept.
 _MAX_RECORDINGS = 8
 _NEVER_CALLED = (
     "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
@@ -45,10 +45,10 @@ class Block(Protocol):
     has_run: bool
 
     def begin(self) -> None:
-        """A forward of the model begins."""
+        """A forward of the model starts."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
-        """Run it, and take down what it saves."""
+        """Run it, and record what it saves."""
 
 
 class Training(Protocol):
@@ -62,46 +62,46 @@ class Training(Protocol):
 
     @property
     def running_plan(self) -> Plan | None:
-        """The plan of the forward that runs: in a trial, the one that is tried."""
+        """The plan of the running forward; in a trial, the candidate."""
 
     @property
     def refused(self) -> str:
-        """Why there is none: no plan fits; empty: not known."""
+        """Why there is no plan: none fits; empty: unknown."""
 
     @property
     def model_name(self) -> str:
-        """The type of the model, for messages."""
+        """The model's type, for messages."""
 
     def ran_unplanned(self, name: str) -> bool:
-        """A block ran that the plan has nothing for; return whether the next plan has it."""
+        """A block ran that the plan does not cover; return whether the next plan will."""
 
     def close(self) -> None:
-        """Watch the model no more. May be called more than once."""
+        """Stop watching the model. May be called more than once."""
 
 
 class AppliedBlocks:
-    """The blocks of one `apply`, watched until a backward tells that a first step is complete."""
+    """The blocks of one `apply`, watched until a backward shows that the first step is complete."""
 
     def __init__(self) -> None:
-        #: By name; of those in the same copy.
+        #: By name; those in the same copy.
         self.forwards: dict[str, Block] = {}
-        #: The one that was given to `apply`; None: it is not known.
+        #: The model passed to `apply`; None: unknown.
         self.model: weakref.ref[torch.nn.Module] | None = None
-        #: Modules around blocks with a flag of another library's checkpointing; empty where they are not known.
+        #: Modules around blocks with a flag of another library's checkpointing; empty if unknown.
         self.holders: list[weakref.ref[torch.nn.Module]] = []
         self.is_checked = False
-        #: Whether calls go through `watched`: up to a backward in the first step, and in the one after each report.
+        #: Whether calls go through `watched`: until a backward in the first step, and in the one after each report.
         self.is_watching = True
-        #: Which operators that the policy names ran in any of them.
+        #: Which operators named by the policy ran in any of them.
         self.matches = Matches()
         self.recording = Recording()
-        #: Of plans, the one that was recorded last at the end. Plans that differ in what a race measured are one.
+        #: The last record of each plan, the newest last. Plans that differ only in measurements of trials count as one.
         self._recordings: list[tuple[Plan | None, Recording]] = [(None, self.recording)]
-        #: What finds a plan for them while the model trains.
+        #: Finds a plan for them while the model trains.
         self.training: Training | None = None
-        #: Whether they were copied, without what found a plan for them.
+        #: Whether they were copied, without the object that finds a plan.
         self.are_of_other_training = False
-        #: The policy or the budget as it was given, with its keyword.
+        #: The policy or the budget as passed, with its keyword.
         self.policy = ""
         self._plan: Plan | None = None
         self._has_told_unplanned = False
@@ -110,16 +110,16 @@ class AppliedBlocks:
         self._gradient_hook: RemovableHandle | None = None
 
     def watch_gradient(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Check the blocks as well where the first that is trained of some parameters of theirs gets gradients.
+        """Check the blocks also when the first trained one of some of their parameters gets gradients.
 
-        No block may be called then: a model may call methods of theirs, or their parts. The first gradient may be
-        one of a penalty on parameters, before the forward.
+        It may be that no block is called: a model may call their methods or parts. The first gradient may come from a
+        penalty on parameters, before the forward.
         """
         this = weakref.ref(self)
 
         num_before = 0
 
-        # Else each process that is given the parameter warns.
+        # Otherwise each process that receives the parameter warns.
         @unserializable_hook  # type: ignore[untyped-decorator]
         def came(_: torch.Tensor) -> None:
             nonlocal num_before
@@ -138,16 +138,16 @@ class AppliedBlocks:
         self._gradient_hook = None if trained is None else trained.register_hook(came)
 
     def belong_to(self, model: torch.nn.Module) -> None:
-        """Note whose blocks they are, and take the place of checkpointing that another library does there."""
+        """Set the model, and replace checkpointing that another library enabled in it."""
         self.model = weakref.ref(model)
         self.holders = holders(model, self.forwards)
         take_over(model, self._blocks())
 
     def take_over_late(self, forward: Block) -> None:
-        """Do that again where it was turned on since; `forward` is about to run."""
+        """Replace such checkpointing again if it was enabled since; `forward` is about to run."""
         if is_on(forward.block, self.holders):
             model = None if self.model is None else self.model()
-            if model is None:  # of a copy: each block alone
+            if model is None:  # of a copy: each block on its own
                 take_over(forward.block, {"": forward.block})
             else:
                 take_over(model, self._blocks())
@@ -156,7 +156,7 @@ class AppliedBlocks:
         return {name: forward.block for name, forward in self.forwards.items()}
 
     def count_calls_in(self, model: torch.nn.Module | None) -> None:
-        """Count the calls of each block anew in each forward of a model, from now on; None: no more."""
+        """Count the calls of each block per forward of a model from now on; None: stop."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None if model is None else model.register_forward_pre_hook(self._begin)
@@ -167,30 +167,30 @@ class AppliedBlocks:
                 forward.begin()
 
     def limit_windows(self, nbytes: int | None) -> None:
-        """Let stores have no more than so many bytes on their way; None: as many as the settings say."""
+        """Limit the in-flight bytes of stores; None: the limit of the settings."""
         if nbytes != self._window_bytes:
             self._window_bytes = nbytes
             stores.limit_windows(self, nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of a copy the stores know nothing yet, and its parameters are others. What finds a plan is the model's: where
+        # A copy has no store limits yet, and other parameters. The object that finds a plan belongs to the model: if
         # that is copied, it adds itself.
         state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None, "training": None}
         state["holders"] = []
         state["are_of_other_training"] = self.are_of_other_training or self.training is not None
-        state["is_watching"] = True  # their first step is to come
+        state["is_watching"] = True  # the copy's first step is to come
         state["recording"] = Recording()
         state["_recordings"] = [(None, state["recording"])]
         del state["forwards"]  # they add themselves
         return state
 
     def add(self, forward: Block) -> None:
-        """Take a block in; where both are copied, perhaps before the rest of this is there."""
+        """Add a block; if both are copied, this may run before the other attributes exist."""
         vars(self).setdefault("forwards", {})[forward.name] = forward
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that they run under, None where there is none."""
+        """The plan that they run under, None if there is none."""
         return self._plan if self.training is None else self.training.plan
 
     @plan.setter
@@ -198,23 +198,30 @@ class AppliedBlocks:
         self._plan = plan
 
     def recording_of(self, plan: Plan | None) -> Recording | None:
-        """Return what was recorded last under a plan, or without one; None: nothing was."""
+        """Return the last record under a plan, or without one; None: there is none."""
         actions = getattr(plan, "actions", None)
-        return next((found for each, found in self._recordings if getattr(each, "actions", None) is actions), None)
+        return next(
+            (
+                recording
+                for recorded_plan, recording in self._recordings
+                if getattr(recorded_plan, "actions", None) is actions
+            ),
+            None,
+        )
 
     def _choose_recording(self, plan: Plan | None) -> None:
         if self.recording is not self.recording_of(plan):
             self.recording = self.recording_of(plan) or Recording()
-            self._recordings = [each for each in self._recordings if each[1] is not self.recording]
+            self._recordings = [item for item in self._recordings if item[1] is not self.recording]
             self._recordings = [*self._recordings, (plan, self.recording)][-_MAX_RECORDINGS:]
 
     def record_first_step(self, plan: Plan) -> None:
-        """Record the step that begins if none was recorded under this plan."""
+        """Record the step that starts, if none was recorded under this plan."""
         if self.recording_of(plan) is None:
             self.is_watching = True
 
     def watched(self, forward: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block and take down what it saves; as soon as backward comes to it, the blocks are checked."""
+        """Run a block and record what it saves; check the blocks as soon as a backward reaches it."""
         if not torch.is_grad_enabled():
             return forward.run(args, kwargs, None)
         self._choose_recording(self._plan if self.training is None else self.training.running_plan)
@@ -237,7 +244,7 @@ class AppliedBlocks:
         self.tell_idle()
 
     def tell_idle(self) -> None:
-        """Warn where blocks did not run."""
+        """Warn if blocks did not run."""
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
@@ -249,7 +256,7 @@ class AppliedBlocks:
             )
 
     def tell_unplanned(self, name: str) -> None:
-        """Warn, once, that a block runs which the plan has nothing for, or more often than in the plan."""
+        """Warn once that a block runs which the plan does not cover, or more often than in the plan."""
         is_added = self.training is not None and self.training.ran_unplanned(name)
         if not self._has_told_unplanned:
             self._has_told_unplanned = True

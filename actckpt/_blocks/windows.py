@@ -1,16 +1,17 @@
-"""How many bytes may be on their way to and from the store while a block runs, where a plan offloads.
+"""Limits of in-flight bytes while a block runs, for plans that offload.
 
 NOTE [ Windows of a plan ]
 
-Rule 1. A plan's peak holds if no more is on its way than its simulation says (`planner.simulation.InFlight`). What a
-        block moves itself is part of what it needs while it runs, so its window is larger by that much.
-Rule 2. When a block's forward ends, its stream (on a CPU the program) waits until no more is on its way out than what
-        runs next has room for. When backward comes to the last block, nothing may be on its way out.
-Rule 3. When backward comes to a block's output, what the blocks before it moved is read ahead within its window; no
-        value of a block that keeps everything is unpacked by hooks of ours that could begin it. What it moved itself is
-        read within room of its own: from where it is asked for it is part of what the block needs, and no other value
-        has that room (NOTE [ Reading ahead ], Rule 5).
-Rule 4. When a backward has ended, what else the process offloads is not limited any more.
+A plan's peak is valid only if no more is in flight than its simulation says (`planner.simulation.InFlight`). What a
+block itself offloads is part of what it needs while it runs, so its window is larger by that much.
+
+When a block's forward ends, its stream (on a CPU, the program) waits until the copies out fit in the room that the next
+code leaves. When backward reaches the last block, no copy out may be in flight.
+
+When backward reaches a block's output, tensors of the blocks before it are prefetched within its window. (A block that
+keeps everything unpacks nothing through our hooks, so these could not start it.) What the block itself offloaded is
+loaded into its own room: once it is unpacked, it is part of what the block needs, and no other value may use that room
+(NOTE [ Reading ahead ]). When a backward ends, other offloading of the process is not limited any more.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class Windows:
     """The windows of one block."""
 
     block: BlockWindows
-    #: What it moves itself.
+    #: Bytes that it offloads itself.
     own_bytes: int
     is_last: bool
 
     def run(self, blocks: AppliedBlocks, forward: Callable[[], Any]) -> Any:
-        """Run the forward of a block within its windows, and have its backward begin with reading ahead."""
+        """Run the forward of a block within its windows, and make its backward start with prefetching."""
         blocks.limit_windows(self.block.out_bytes)
         result = forward()
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)

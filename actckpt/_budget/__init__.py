@@ -1,1 +1,1 @@
-"""Plans for the blocks of a model: what a step costs, measured, and blocks that run as a plan says."""
+"""Plans for the blocks of a model: measured costs of a step, and blocks that run as a plan says."""

@@ -1,13 +1,11 @@
-"""How fast saved tensors leave and come back, as cost tables say it.
+"""Measured bandwidth of offloading, for cost tables.
 
-NOTE [ Measuring links ]
+Plans offload if there is a store for the model's tensors. Devices with an engine backend offload to pinned memory. A
+CPU offloads to disk, and only if `configure(spill_dir=...)` names a folder or a pin says so.
 
-Rule 1. Plans offload where there is a store for the model's tensors: on devices that the engine has a backend for, to
-        pinned memory; on a CPU to disk, only where `configure(spill_dir=...)` names a folder or a pin says so.
-Rule 2. Pieces of the smallest size that plans offload are copied out and back, on a device in both directions at once,
-        on streams of their own and timed by their events. Of all pieces a slow one counts: training has other traffic.
-Rule 3. That is done once for a device and settings, when the first plan is made. It needs two pieces of its memory and
-        waits for it.
+Pieces of the smallest size that plans offload are copied out and back, on a device in both directions at once, on their
+own streams and timed by their events. A slow piece counts, since training has other traffic. This is done once per
+device and settings, when the first plan is made. It needs two pieces of device memory, and waits for the device.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from actckpt.statistics import uncounted
 __all__ = ["Pins", "flush", "is_linked", "pins_offload", "poll", "with_links"]
 
 _NUM_PIECES = 16
-#: Pieces of a device are this part of its memory, and at most so large.
+#: The size of device pieces as a fraction of device memory, and its maximum.
 _PIECES_OF_A_DEVICE, _LARGEST_PIECE_BYTES = 4096, 16 << 20
-#: The share of pieces that are slower than what counts.
+#: The share of pieces that are slower than the one that counts.
 _QUANTILE = 0.2
 
 
@@ -43,12 +41,12 @@ _QUANTILE = 0.2
 class _Links:
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float
-    #: Most bytes in the store; None: no limit.
+    #: Capacity of the store; None: no limit.
     host_bytes: float | None
 
 
 def is_linked(device: torch.device, pins: Pins | None) -> bool:
-    """Return whether plans may offload tensors of a device (Rule 1)."""
+    """Return whether plans may offload tensors of a device."""
     if device.type == "cpu":
         return config.settings().spill_dir is not None or pins_offload(pins)
     return stores.why_none(device.type) == ""
@@ -60,7 +58,7 @@ def pins_offload(pins: Pins | None) -> bool:
 
 
 def flush(device: torch.device) -> None:
-    """Wait until nothing that was moved is still held on the device."""
+    """Wait until offloaded bytes are no longer held on the device."""
     if not stores.is_ready(device.type):
         return
     devices.synchronize(device)
@@ -71,20 +69,20 @@ def flush(device: torch.device) -> None:
 
 
 def poll(device: torch.device) -> None:
-    """Release what was moved, as far as its copy has ended: where no plan offloads, no other call does."""
+    """Release the sources of finished copies: without plans that offload, no other call does."""
     if stores.is_ready(device.type):
         stores.store_for(device.type).poll()
 
 
 def with_links(costs: CostTable, device: torch.device) -> CostTable:
-    """Return a cost table with the links of a device (Rule 2)."""
+    """Return a cost table with the links of a device."""
     return dataclasses.replace(costs, **dataclasses.asdict(_links(device, config.generation)))
 
 
 @functools.lru_cache(maxsize=16)
 @uncounted()
 def _links(device: torch.device, generation: int) -> _Links:
-    """Measure. `generation` counts changes of the settings."""
+    """Measure the links. `generation` counts changes of the settings."""
     accelerator = devices.accelerator_of(device.type)
     store = stores.store_for(device.type)
     if accelerator is not None:
@@ -96,7 +94,7 @@ def _links(device: torch.device, generation: int) -> _Links:
 
 
 def _copied(accelerator: Accelerator, device: torch.device) -> tuple[float, float]:
-    """Return the rates of copies from a device to pinned memory and back, in bytes per second."""
+    """Return the bandwidths from a device to pinned memory and back, in bytes per second."""
     nbytes = _piece_bytes(accelerator, device)
     here = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
     pinned = [torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
@@ -104,31 +102,31 @@ def _copied(accelerator: Accelerator, device: torch.device) -> tuple[float, floa
     ways = [(torch.Stream(device=device), pinned[0], here[0]), (torch.Stream(device=device), here[1], pinned[1])]
     moments: list[list[devices.Moment]] = [[], []]
     for number in range(_NUM_PIECES + 1):
-        for (stream, target, source), found in zip(ways, moments, strict=True):
+        for (stream, target, source), events in zip(ways, moments, strict=True):
             with stream:
                 if number:
                     target.copy_(source, non_blocking=True)
-                found.append(devices.moment(device))
+                events.append(devices.moment(device))
     accelerator.synchronize(device)
     out, back = (_rate(nbytes, [devices.seconds_between(*pair) for pair in itertools.pairwise(m)]) for m in moments)
     return out, back
 
 
 def _piece_bytes(accelerator: Accelerator, device: torch.device) -> int:
-    """Return the size of copies to measure: as large as what is moved on a device of its size, which is faster then."""
+    """Return the copy size to measure, which grows with the memory of the device as offloaded values do."""
     memory = accelerator.memory_info(device)
     part = 0 if memory is None else memory[1] // _PIECES_OF_A_DEVICE
     return min(max(part, session.DEFAULT_MIN_BYTES), _LARGEST_PIECE_BYTES)
 
 
 def _rate(nbytes: int, seconds: list[float]) -> float:
-    """Return what a slow one of several pieces of so many bytes took, as bytes per second."""
+    """Return the bandwidth of a slow piece of `nbytes`, in bytes per second."""
     slow = sorted(seconds)[int((1 - _QUANTILE) * len(seconds))]
     return nbytes / max(slow, 1e-9)
 
 
 def _spilled(store: CpuStore) -> tuple[float, float]:
-    """Return the rates at which pieces are written to the spill file and read back, in bytes per second."""
+    """Return the bandwidths of writing to the spill file and reading back, in bytes per second."""
     nbytes = session.DEFAULT_MIN_BYTES
     pieces = [torch.full((nbytes,), number, dtype=torch.uint8).untyped_storage() for number in range(_NUM_PIECES)]
     before = store.stats().written_bytes

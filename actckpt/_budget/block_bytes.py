@@ -1,4 +1,4 @@
-"""How many bytes a block holds for backward, and needs at most, as runs on its own show."""
+"""The bytes that a block holds for backward, and its peaks, measured by running it in isolation."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class HeldBytes(NamedTuple):
     """What a forward holds for backward."""
 
     nbytes: int
-    #: Of that, copies of parameters in another dtype.
+    #: Of these, copies of parameters in another dtype.
     cast_bytes: int
 
 
 def held_bytes(call: BlockCall) -> HeldBytes:
-    """Return the bytes that a forward holds for backward, made by compiled code too."""
+    """Return the bytes that a forward holds for backward, including those of compiled code."""
     with call.isolate() as run:
         casts = _Casts()
-        given = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
-        outside = {id(storage) for storage in given}
+        existing = storages_of([*tensors_in((run.args, run.kwargs)), *call.block.parameters(), *call.block.buffers()])
+        outside = {id(storage) for storage in existing}
 
         def pack(tensor: Tensor) -> Tensor:
             live.count(tensor, outside)
@@ -43,13 +43,13 @@ def held_bytes(call: BlockCall) -> HeldBytes:
 
         with casts, LiveStorages() as live, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             nodes = [tensor.grad_fn for tensor in tensors_in(run.call())]
-        found = HeldBytes(live.live_bytes, casts.alive_bytes())
+        held = HeldBytes(live.live_bytes, casts.alive_bytes())
         del nodes
-        return found
+        return held
 
 
 class _Casts(ObservingMode):
-    """Notes which storages are casts of parameters."""
+    """Records which storages are casts of parameters."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,16 +62,16 @@ class _Casts(ObservingMode):
         return result
 
     def alive_bytes(self) -> int:
-        """Return the bytes of those that live."""
-        return sum(storage.nbytes() for each in self._storages if (storage := each()) is not None)
+        """Return the bytes of live casts."""
+        return sum(storage.nbytes() for reference in self._storages if (storage := reference()) is not None)
 
 
 class BlockPeaks(NamedTuple):
     """Peak bytes of a block in isolation, without its input and without gradients of its parameters."""
 
-    #: Of a forward that keeps all that backward needs.
+    #: Peak of a forward that keeps everything that backward needs.
     forward: int
-    #: Of backward: where all is kept, where values are replayed, where the block runs again, where all is replayed.
+    #: Peaks of backward: everything is kept, values are replayed, the block is rerun, everything is replayed.
     kept: int
     replayed: int
     rerun: int
@@ -83,7 +83,7 @@ def block_peaks(call: BlockCall, replaying: Iterable[Policy], *, can_rerun: bool
 
     Args:
         replaying: policies under which replays need most; the first one drops everything.
-        can_rerun: whether the block may run again.
+        can_rerun: whether the block may be rerun.
     """
     forward, kept = _phase_peaks(call, None)
     dropped, *others = (_phase_peaks(call, call.in_region(policy))[1] for policy in replaying)
@@ -92,9 +92,10 @@ def block_peaks(call: BlockCall, replaying: Iterable[Policy], *, can_rerun: bool
 
 
 def _phase_peaks(call: BlockCall, forward: Callable[..., Any] | None) -> tuple[int, int]:
-    """Return the peaks of forward and of backward in bytes, without gradients of parameters once they are computed.
+    """Return the peaks of forward and backward in bytes, without finished parameter gradients.
 
-    The first kernels of some kinds on a device leave something behind, or try others: the lesser of two runs counts.
+    On a device, the first kernels of some kinds allocate permanent memory, or try variants: the lower of two runs
+    counts.
     """
     device = call.structure.device
     runs = [_peak_of_run(call, forward, device) for _ in range(1 if devices.counting(device) is None else 2)]
@@ -113,7 +114,7 @@ def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: to
             roots = run.roots()
         forward_bytes = working.peak_bytes
         working.reset_peak()
-        # What came out stands for its gradient, which is as large and lives as long.
+        # The outputs stand for their gradients, which have the same size and lifetime.
         gradients = [torch.ones_like(root) for root in roots]
         with working.section():
             run.backward(roots, gradients)

@@ -1,4 +1,4 @@
-"""A call of a block that runs again on its own, to be measured."""
+"""A block call that runs again in isolation, to be measured."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BLOCK = RegionOptions(is_block=True)
 
 @dataclasses.dataclass(frozen=True)
 class BlockCall:
-    """A call of a block that was recorded, and runs again on its own (NOTE [ Profiling a block ] Rule 2)."""
+    """A recorded block call that can run again in isolation (see `profiling`)."""
 
     name: str
     block: torch.nn.Module
@@ -34,19 +34,19 @@ class BlockCall:
     #: args and kwargs
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     structure: BlockStructure
-    #: Whether a forward and its backward have shown that nothing is exchanged with other ranks.
+    #: Whether a forward and its backward have shown that they do not communicate with other ranks.
     is_local: bool = False
 
     @contextlib.contextmanager
     def isolate(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
-        """Set the block apart for one run of its forward, or of another one in its place."""
+        """Isolate the block for one run of its forward, or of `forward` instead."""
         exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        alone = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
-        with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), alone:
+        communication = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
+        with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), communication:
             yield Run(forward or self.forward, args, kwargs, leaves)
 
     def in_region(self, policy: Policy) -> Callable[..., Any]:
-        """Return a forward that runs as the block does in which a plan has this policy."""
+        """Return a forward that runs like a block whose plan has this policy."""
         options = CheckpointOptions(policy=policy)
         return lambda *args, **kwargs: checkpoint_call(self.forward, args, kwargs, options, inside=_BLOCK)

@@ -1,4 +1,4 @@
-"""What was asked of `apply` with a budget."""
+"""The budget options of `apply`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BudgetConfig", "check_budget", "has_budget"]
 
 @dataclasses.dataclass(frozen=True)
 class BudgetConfig:
-    """A budget and how it is met. Exactly one of the two budgets is given."""
+    """A memory budget and how to meet it. Exactly one of the two budgets is set."""
 
     budget: float | str | None
     activation_budget: float | str | None
@@ -31,22 +31,22 @@ class BudgetConfig:
     #: Whether candidate plans are tried in training steps.
     race: bool
     on_infeasible: OnInfeasible = "warn"
-    #: Returns bytes that count beside the cycle: those that the step of `plan` takes outside of it.
+    #: Returns additional bytes that count: those that the step of `plan` needs outside of the cycle.
     more_bytes: Callable[[], int] = int
 
     @property
     def is_total(self) -> bool:
-        """Whether all memory counts, and not activations alone."""
+        """Whether all memory counts, not only activations."""
         return self.budget is not None
 
     @property
     def is_what_is_free(self) -> bool:
-        """Whether the budget follows what memory is free."""
+        """Whether the budget follows the free memory."""
         return isinstance(self.budget, str) and self.budget.strip() == "auto"
 
     @property
     def text(self) -> str:
-        """The budget as it was written, with its keyword."""
+        """The budget as the user wrote it, with its keyword."""
         if self.activation_budget is not None:
             is_share = isinstance(self.activation_budget, int) and 1 < self.activation_budget <= 100
             hint = f", which is bytes; a share is '{self.activation_budget}%'" if is_share else ""
@@ -54,22 +54,22 @@ class BudgetConfig:
         return f"budget={self.budget!r}"
 
     def without_optimizers(self) -> BudgetConfig:
-        """Return it for a copy of the model, which has optimizers of its own."""
+        """Return the options for a copy of the model, which has its own optimizers."""
         return dataclasses.replace(self, optimizers=())
 
     def static(self, model: torch.nn.Module, device: torch.device) -> tuple[int, list[torch.Tensor]]:
-        """Return the bytes that count and exist before a cycle, and gradients, which count while they live.
+        """Return the bytes that exist before a cycle and count, and gradients, which count while they are alive.
 
-        What existed before does not count toward a budget of activations. `more_bytes` does.
+        Memory from before a cycle does not count toward an activation budget, except `more_bytes`.
         """
         more_bytes = self.more_bytes()
         if not self.is_total:
             return more_bytes, []
         allocator = devices.counting(device)
         if allocator is not None:
-            inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+            inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
             return allocator.allocated_bytes(device) - inflight_bytes + more_bytes, []
-        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         held = [*model.parameters(), *model.buffers(), *self.optimizer_states()]
         return _bytes_on(device, held) + more_bytes, gradients
 
@@ -78,12 +78,12 @@ class BudgetConfig:
         return _bytes_on(device, self.optimizer_states())
 
     def optimizer_states(self) -> list[object]:
-        """Return what the optimizers hold per parameter."""
+        """Return the optimizers' state per parameter."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return [list(state.values()) for state in states if isinstance(state, dict)]
 
     def budget_bytes(self, model: torch.nn.Module, plain_bytes: Callable[[], float]) -> float:
-        """Return the budget in bytes, for a kind of cycle with this cost table."""
+        """Return the budget in bytes, for a kind of cycle whose peak without actckpt is `plain_bytes`."""
         if self.activation_budget is None:
             device = device_of(model)
             static_bytes, gradients = self.static(model, device)
@@ -98,16 +98,16 @@ def _bytes_on(device: torch.device, held: list[object]) -> int:
 
 
 def has_budget(options: Mapping[str, Any]) -> bool:
-    """Whether keywords of `apply` have a budget."""
+    """Whether keyword arguments of `apply` include a budget."""
     return options.get("budget") is not None or options.get("activation_budget") is not None
 
 
 def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) -> None:
-    """Raise a ValueError where an option of a budget has no meaning, or not exactly one of the two budgets is given."""
+    """Raise a ValueError if an option does not apply to a budget, or if not exactly one of the two budgets is given."""
     budget, activation_budget = options.get("budget"), options.get("activation_budget")
     if (budget is None) == (activation_budget is None):
-        given = "neither" if budget is None else "both"
-        raise ValueError(f"{what}: {given} of budget and activation_budget given. Pass one of them.")
+        which = "neither" if budget is None else "both"
+        raise ValueError(f"{what}: {which} of budget and activation_budget given. Pass one of them.")
     if activation_budget is not None:
         activation_budget_bytes(activation_budget, plain_bytes=1.0)
     else:

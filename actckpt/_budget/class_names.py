@@ -1,4 +1,4 @@
-"""Names of what a measured step is made of: they say which blocks of the model are meant."""
+"""Names for the parts of a measured step, by the blocks of the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["with_block_names"]
 
 
 def with_block_names(costs: CostTable, names: Sequence[str | None]) -> CostTable:
-    """Return a cost table in which classes of blocks have the names of these: `layers.0-5`.
+    """Return a cost table whose block classes are named after their blocks: `layers.0-5`.
 
     Args:
-        names: of the block, for each entry of the stack; None for what runs outside of blocks, which has a name.
+        names: of the block, for each entry of the stack; None for segments outside of blocks, which have a name.
     """
     alike: dict[str, list[str]] = {}
     for kind, name in zip(costs.stack, calls_named(names), strict=True):
         if name is not None:
             alike.setdefault(kind, []).append(name)
-    new = {kind: listed(found) for kind, found in alike.items()}
+    new = {kind: listed(block_names) for kind, block_names in alike.items()}
     classes = {new.get(kind, kind): block for kind, block in costs.classes.items()}
     if len(classes) < len(costs.classes):
-        return costs  # a block has a name that looks like several: nothing would tell two classes apart
+        return costs  # a block's name looks like a range: two classes would have one name
     return dataclasses.replace(costs, classes=classes, stack=tuple(new.get(kind, kind) for kind in costs.stack))

@@ -1,4 +1,4 @@
-"""Blocks that are compiled: nothing sees their operators, and they run again in backward as a whole."""
+"""Compiled blocks: their operators are not visible, so they are rerun in backward as a whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from actckpt._replay.audit import site_of_call
 __all__ = ["is_compiled", "run_compiled"]
 
 _AGAIN = CheckpointOptions(policy="recompute")
-#: What `torch.compile` returned and has run, with the shapes that it was given where these matter.
+#: Results of `torch.compile` that have run, with the input shapes if these matter.
 _have_run = weakref.WeakKeyDictionary[Callable[..., Any], set[tuple[torch.Size, ...]]]()
 
 

@@ -1,18 +1,18 @@
-"""What stands for other ranks while a block runs on its own.
+"""Replacements for collectives while a block runs in isolation.
 
 NOTE [ Fake collectives ]
 
-Ranks profile other blocks at other times, and plans differ. A collective that one rank runs and another one does not
-would wait for ever, or be taken for the next one: gradients would be wrong without a word. So profiling exchanges
-nothing, and no plan makes a block with collectives run again, or names one; replay keeps what they return.
+Ranks profile different blocks at different times, and plans differ. A collective that only one rank runs would hang, or
+be matched with the next one; gradients would then be silently wrong. So profiling does not communicate, and no plan
+reruns a block with collectives, or names a collective; replay keeps their results.
 
-Rule 1. In runs for profiling each collective returns at once what it would if the other ranks had sent what this one
-        sends; where that has another size, zeros.
-Rule 2. Integers, on which sizes depend (how many tokens go to which expert), are what the recorded call received.
-Rule 3. What is not known to be a collective of some form raises: nothing is sent that nobody waits for.
-Rule 4. Where a forward and its backward met no collective, later runs of the same block are not watched for any.
-Rule 5. `actckpt.plan`, which runs whole steps as often as it must, raises after the first one where that exchanges
-        something: all ranks have run it once.
+In runs for profiling, each collective returns at once the result as if the other ranks had sent what this rank sends,
+or zeros if that has another size. Integers, which may determine sizes (how many tokens go to which expert), are those
+that the recorded call received. An unknown collective raises, so that nothing is sent that nobody waits for. If a
+forward and its backward had no collective, later runs of the same block are not checked for any.
+
+`actckpt.plan` runs whole steps as often as it must. If the first one communicates, it raises after that step, which all
+ranks have run once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from actckpt._core.storages import tensors_in
 
 __all__ = ["Exchanges", "FakeCollectives", "num_ranks"]
 
-#: Those of FSDP's own operators that talk to other ranks call these.
+#: FSDP's own operators that communicate call operators of these.
 _EXCHANGES = ranks.COLLECTIVE_NAMESPACES - {"fsdp"}
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 
 def num_ranks() -> int:
-    """Return how many ranks train."""
+    """Return the number of training ranks."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
@@ -64,7 +64,7 @@ def _each(of: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     return lambda inputs, *rest: [of(x, *rest) for x in inputs]
 
 
-#: What functional collectives return, by their names.
+#: Results of functional collectives, by name.
 _RESULTS: dict[str, Callable[..., Any]] = {
     "all_reduce": _copied,
     "all_reduce_": _itself,
@@ -86,31 +86,31 @@ def _exchanges(func: Any) -> bool:
 
 
 def _received(func: Any, args: tuple[Any, ...], result: Any) -> list[Tensor]:
-    """Return the integers among what a collective wrote or returned."""
+    """Return the integer tensors that a collective wrote or returned."""
     written = args[:1] if func.namespace == "c10d" else ()
     return [tensor for tensor in tensors_in((written, result)) if not tensor.is_floating_point()]
 
 
 class Exchanges(ObservingMode):
-    """Notes what a block receives from other ranks, and whether it gathers parameters that are sharded inside of it."""
+    """Records what a block receives from other ranks, and whether it gathers sharded parameters inside."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._received: list[list[Tensor]] = []
-        #: Of each collective, in their order, the integers.
+        #: The integers of each collective, in order.
         self.integers: list[list[Tensor]] = []
         self.has_units = False
-        #: Whether a run on its own met a collective, in forward or backward.
+        #: Whether an isolated run had a collective, in forward or backward.
         self.were_met = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was exchanged."""
+        """Whether there was no communication."""
         return not self._received and not self.integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the operators inside of it come here
+            return NotImplemented  # its inner operators come here
         result = func(*args, **(kwargs or {}))
         self.has_units = self.has_units or func.namespace == "fsdp"
         if _exchanges(func):
@@ -118,13 +118,13 @@ class Exchanges(ObservingMode):
         return result
 
     def close(self) -> None:
-        """Copy what was received, all of which has arrived."""
-        self.integers = [[tensor.clone() for tensor in each] for each in self._received]
+        """Copy what was received; all of it has arrived."""
+        self.integers = [[tensor.clone() for tensor in tensors] for tensors in self._received]
         self._received = []
 
 
 class FakeCollectives(ObservingMode):
-    """Exchanges nothing with other ranks (NOTE [ Fake collectives ])."""
+    """Prevents communication with other ranks (NOTE [ Fake collectives ])."""
 
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,17 +147,17 @@ class FakeCollectives(ObservingMode):
         if not _exchanges(func):
             return func(*args, **(kwargs or {}))
         self._exchanges.were_met = True
-        result = _alone(func, args)
-        for mine, found in zip(_received(func, args, result), next(self._integers, ()), strict=False):
-            if mine.shape == found.shape:
-                mine.copy_(found)
+        result = _local_result(func, args)
+        for mine, recorded in zip(_received(func, args, result), next(self._integers, ()), strict=False):
+            if mine.shape == recorded.shape:
+                mine.copy_(recorded)
         return result
 
 
-def _alone(func: Any, args: tuple[Any, ...]) -> Any:
+def _local_result(func: Any, args: tuple[Any, ...]) -> Any:
     namespace, _, name = func._schema.name.partition("::")
-    if namespace == "c10d":  # outputs come first, and are returned if anything but a Work is
-        returns = [str(each.type) for each in func._schema.returns]
+    if namespace == "c10d":  # outputs come first; they are returned unless only a Work is
+        returns = [str(returned.type) for returned in func._schema.returns]
         work = torch_private.finished_work()
         return (args[0], work) if len(returns) == 2 else work if returns else None
     if name not in _RESULTS or namespace == "_dtensor":

@@ -1,4 +1,4 @@
-"""What `apply` does where no plan fits into the budget."""
+"""What `apply` does if no plan fits into the budget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_erro
 
 OnInfeasible = Literal["warn", "raise"]
 
-#: What errors add to the smallest budget, for what differs between cycles: a share without static memory, and bytes.
+#: Reserve that errors add to the smallest budget, since cycles differ: a share without static memory, and bytes.
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
-#: A step that needs this many times what the last warning said triggers another one.
+#: Warn again if a step needs this many times what the last warning said.
 _WARN_AGAIN = 1.05
 _RUNS_LEAST = (
     "apply: {} Until then the plan that needs least runs, which exceeds the budget; on_infeasible='raise' raises "
@@ -27,22 +27,22 @@ _LATE = (
 )
 
 
-def check_on_infeasible(given: object, what: str) -> None:
-    """Raise a ValueError where `on_infeasible` is none of its values."""
-    if given not in get_args(OnInfeasible):
-        near = did_you_mean([str(given)], get_args(OnInfeasible), show=repr)
-        raise ValueError(f"{what}: on_infeasible={given!r}. Pass 'warn' or 'raise'.{near}")
+def check_on_infeasible(value: object, what: str) -> None:
+    """Raise a ValueError if `on_infeasible` has an unknown value."""
+    if value not in get_args(OnInfeasible):
+        near = did_you_mean([str(value)], get_args(OnInfeasible), show=repr)
+        raise ValueError(f"{what}: on_infeasible={value!r}. Pass 'warn' or 'raise'.{near}")
 
 
 def with_reserve(nbytes: float, static_bytes: float) -> float:
-    """Return a smallest budget with what differs between cycles; `static_bytes` of it are always there."""
+    """Return a smallest budget plus a reserve for differences between cycles; `static_bytes` of it never vary."""
     return nbytes + _RESERVE * (nbytes - static_bytes) + _RESERVE_BYTES
 
 
 def infeasible_error(
     error: PlanInfeasibleError, *, budget: str, budget_bytes: float, smallest_bytes: int, cause: str
 ) -> PlanInfeasibleError:
-    """Return an error that says the budget as it was written; `cause` is a sentence without its dot, or empty."""
+    """Return an error that quotes the budget as written; `cause` is a sentence without its period, or empty."""
     holds = f"{error.holds}. {cause}" if cause else error.holds
     return PlanInfeasibleError(
         f"No plan fits into {format_bytes(budget_bytes)} ({budget}): the smallest budget is "
@@ -54,22 +54,22 @@ def infeasible_error(
 
 
 class Infeasible:
-    """The warnings about the budget of one model."""
+    """The warnings about one model's budget."""
 
     def __init__(self, on_infeasible: OnInfeasible) -> None:
         self._raises, self._warned_bytes = on_infeasible == "raise", 0.0
 
     def raises(self, *, is_late: bool, has_alternative: bool) -> bool:
-        """Return whether an error is raised.
+        """Return whether to raise an error.
 
         Args:
-            is_late: steps of the plan ran already.
+            is_late: steps of the plan have run already.
             has_alternative: the caller catches the error and makes another plan.
         """
         return not is_late and (self._raises or has_alternative)
 
     def warn(self, error: PlanInfeasibleError, *, is_late: bool) -> None:
-        """Warn where the model is called, unless an earlier warning named as large a budget."""
+        """Warn at the model's call, unless an earlier warning named a budget at least as large."""
         smallest_bytes = error.smallest_bytes or 0.0
         if smallest_bytes > _WARN_AGAIN * self._warned_bytes:
             self._warned_bytes = smallest_bytes

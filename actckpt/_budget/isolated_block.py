@@ -1,4 +1,4 @@
-"""A block set apart from its model: it may run again and leaves nothing behind (NOTE [ Profiling a block ], Rule 2)."""
+"""Isolation of a block from its model: it may run again without side effects (see `profiling`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from actckpt._core.training_state import random_state, set_random_state
 
 __all__ = ["attributes_of", "counts_calls", "holds_input", "isolate"]
 
-#: What every module has; `forward` or what was compiled stands for the region of the block.
+#: Attributes of every module; `forward` or the compiled call is replaced by the block's region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
 _Written = dict[int, torch.UntypedStorage]
 
 
 def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
-    """Return the attributes that a block and its modules have now, but for what every module has."""
+    """Return the attributes of a block and its modules, without those that every module has."""
     return [
         {key: value for key, value in vars(module).items() if key not in _NOT_ITS_OWN} for module in block.modules()
     ]
@@ -36,17 +36,17 @@ def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
 def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: _Written) -> bool:
     """Return whether another call would change attributes again, as this one did.
 
-    Losses do not count, nor do generators that reruns restore; those in objects draw on.
+    Losses do not count, nor do generators that reruns restore; generators inside objects do.
     """
     restored = set(map(id, _C.Parameters(block).generators))
-    for found, now in zip(before, attributes_of(block), strict=False):
+    for previous, now in zip(before, attributes_of(block), strict=False):
         for key, value in now.items():
             if any(id(generator) not in restored for generator in _generators_in([value])):
                 return True
             if isinstance(value, Tensor) and any(id(storage) in written for storage in storages_of(value)):
                 return True
             is_loss = isinstance(value, Tensor) and value.requires_grad
-            if found.get(key) is not value and not is_loss:
+            if previous.get(key) is not value and not is_loss:
                 return True
     return False
 
@@ -55,12 +55,12 @@ def counts_calls(block: torch.nn.Module, before: list[dict[str, Any]], written: 
 def isolate(
     block: torch.nn.Module, arguments: Any, written: _Written, drawn: Iterable[torch.Generator]
 ) -> Iterator[tuple[Any, list[Tensor]]]:
-    """Lend arguments, parameters and buffers of their own to one run of a block, and put back what it changes.
+    """Give one run of a block its own arguments, parameters and buffers, and restore what it changes.
 
     Args:
         arguments: tensors in tuples, lists, dicts and dataclasses.
         written: storages that it writes to in place.
-        drawn: generators that its operators are given.
+        drawn: generators passed to its operators.
     Yields:
         The arguments, detached, and the leaves among these and the parameters.
     """
@@ -68,7 +68,7 @@ def isolate(
     attributes = [(vars(module), dict(vars(module))) for module in modules]
     own = [value for _, found in attributes for key, value in found.items() if key not in _NOT_ITS_OWN]
     hooks = [hook for m in modules for found in (m._forward_pre_hooks, m._forward_hooks) for hook in found.values()]
-    # Hooks that collect what modules return do so in closures and context variables.
+    # Hooks that collect module outputs store them in closures and context variables.
     structure = _C.Structure((arguments, *own, *hooks, *contextvars.copy_context().values()), set(), [])
     tensors = [(entries, dict(entries)) for module in modules for entries in (module._parameters, module._buffers)]
     bits = [(storage, storage.clone()) for storage in written.values()]
@@ -93,31 +93,31 @@ def isolate(
 
 
 def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
-    """Return the generators among values, in containers and in what objects hold."""
+    """Return the generators among values, in containers and in object attributes."""
     left, seen = list(values), set()
-    found: dict[int, torch.Generator] = {}
+    generators: dict[int, torch.Generator] = {}
     while left:
         value = left.pop()
         if isinstance(value, torch.Generator):
-            found[id(value)] = value
+            generators[id(value)] = value
         elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
             seen.add(id(value))
             left += value.values() if isinstance(value, dict) else value
     in_objects = _C.Structure(tuple(values), set(), []).take_generators()
-    return list(({id(generator): generator for generator in in_objects} | found).values())
+    return list(({id(generator): generator for generator in in_objects} | generators).values())
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:
-    """Keep what is saved from hooks around: a region or a block of offloading that the model runs in."""
+    """Keep saved tensors from outer hooks: a region or an `offload` block that the model runs in."""
     if torch_private.outer_hooks() is None:
         return contextlib.nullcontext()
-    # The tensor itself would hold its graph where that saves a result.
+    # Detached: if the tensor is a result, holding it directly would hold its graph.
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 @contextlib.contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Keep casts of what is lent out of the cache of autocast, which would hold them until the program leaves that."""
+    """Keep casts of the replacements out of autocast's cache, which would hold them until autocast ends."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -126,25 +126,25 @@ def _without_cached_casts() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _put_back(now: dict[str, Any], found: dict[str, Any]) -> None:
-    for key in [key for key in now if key not in found]:
+def _put_back(now: dict[str, Any], previous: dict[str, Any]) -> None:
+    for key in [key for key in now if key not in previous]:
         del now[key]
-    for key, value in found.items():
+    for key, value in previous.items():
         if key not in now or now[key] is not value:
             now[key] = value
 
 
 def _has_bytes(tensor: Tensor) -> bool:
-    """Whether nobody freed the storage of a tensor (`resize_(0)`), which reads nothing then."""
+    """Whether a tensor's storage was not freed (`resize_(0)`)."""
     return not tensor.numel() or all(storage.nbytes() > 0 for storage in storages_of(tensor))
 
 
 class _Lent:
-    """What stands in for tensors of the model."""
+    """The replacements for tensors of the model."""
 
     def __init__(self, written: _Written) -> None:
         self._written = written
-        self._known: dict[int, tuple[Tensor, Any]] = {}  # with what each stands for, so that its id stays taken
+        self._known: dict[int, tuple[Tensor, Any]] = {}  # with the original, so that its id stays unique
         self.leaves: list[Tensor] = []
 
     def replace_in(self, module: torch.nn.Module) -> None:
@@ -160,7 +160,7 @@ class _Lent:
                 vars(module)[name] = self._for(value)
 
     def lend(self, tensor: Tensor) -> Any:
-        """Return what stands in for a tensor that the block is given."""
+        """Return the replacement for an argument tensor of the block."""
         return self._for(tensor)
 
     def _for(self, tensor: Tensor, *, copied: bool = False) -> Any:
@@ -172,7 +172,7 @@ class _Lent:
         own = tensor.detach().clone() if copied and _has_bytes(tensor) else tensor.detach()
         if isinstance(tensor, torch.nn.Parameter):
             own = torch.nn.Parameter(own, requires_grad=tensor.requires_grad)
-            # Libraries keep things at parameters, such as a buffer that gradients are added to.
+            # Libraries attach objects to parameters, such as a buffer that gradients are added to.
             noted = {
                 key: value.detach().clone() if isinstance(value, Tensor) and _has_bytes(value) else value
                 for key, value in vars(tensor).items()
@@ -191,7 +191,7 @@ class _Lent:
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with other tensors."""
+    """Return a value with each tensor replaced."""
     if isinstance(value, Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -200,27 +200,27 @@ def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
             object.__setattr__(own, field.name, _with_tensors(getattr(value, field.name), change))
         return own
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_with_tensors(each, change) for each in value))
+        return type(value)(*(_with_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_with_tensors(each, change) for each in value)
+        return type(value)(_with_tensors(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _with_tensors(each, change) for key, each in value.items()}
+        return {key: _with_tensors(item, change) for key, item in value.items()}
     return value
 
 
 def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether anything holds a forward's input once it has run: autograd, a context, an attribute.
+    """Return whether anything holds a forward's input after it has run: autograd, a context, an attribute.
 
-    Gradients flow on to the input: so they do in most calls of a block, though not in the first one of a model. Of an
-    input that is made of others, some of which may be held alone, it is taken that something does.
+    The input requires grad, as it does in most calls of a block, though not in a model's first one. An input with inner
+    tensors counts as held, since some of these may be held alone.
 
     Args:
-        args, kwargs: of a run that is set apart. Their first tensor is copied: what made it holds it, too.
+        args, kwargs: of an isolated run. Their first tensor is copied: whoever made it holds it, too.
     """
-    given = first_tensor((args, kwargs))
-    if given is None or hasattr(given, "__tensor_flatten__"):
+    argument = first_tensor((args, kwargs))
+    if argument is None or hasattr(argument, "__tensor_flatten__"):
         return True
-    arguments, storage = _with_copy_of(given, (args, kwargs))
+    arguments, storage = _with_copy_of(argument, (args, kwargs))
     nodes = [tensor.grad_fn for tensor in tensors_in(forward(*arguments[0], **arguments[1]))]
     del arguments
     is_held = storage() is not None
@@ -228,7 +228,7 @@ def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return is_held
 
 
-def _with_copy_of(given: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:
-    """Return a value with a copy of one of its tensors, which is no leaf (the graph would hold it), and its storage."""
-    own = given.detach().requires_grad_(given.is_floating_point() or given.is_complex()).clone()
-    return _with_tensors(value, lambda each: own if each is given else each), weakref.ref(own.untyped_storage())
+def _with_copy_of(tensor: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:
+    """Return a value with a copy of one of its tensors (no leaf: the graph would hold it), and the storage."""
+    own = tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex()).clone()
+    return _with_tensors(value, lambda other: own if other is tensor else other), weakref.ref(own.untyped_storage())

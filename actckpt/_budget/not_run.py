@@ -1,4 +1,4 @@
-"""Why blocks did not run in the step that was given to `plan`."""
+"""Why blocks did not run in the step passed to `plan`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def why_not_run(
 ) -> str:
     """Run a step once more and return why blocks did not run in it with gradients.
 
-    The text is empty where all did, and where the step raises now.
+    The text is empty if all did, and if the step raises now.
     """
     calls, trained = Counter[torch.nn.Module](), Counter[torch.nn.Module]()
 
@@ -35,16 +35,16 @@ def why_not_run(
         state.put_back()
         try:
             step()
-        except Exception:  # a step that may run but once: it is about what happened in the first run
+        except Exception:  # the step may run only once: report the first run
             return ""
     idle = [name for name, block in blocks.items() if not trained[block]]
     if not idle:
         return ""
     kind, of = type(model).__name__, f"{len(idle)} of {len(blocks)} blocks"
-    if quiet := [name for name in idle if calls[blocks[name]]]:
+    if without_gradients := [name for name in idle if calls[blocks[name]]]:
         return (
-            f"{len(quiet)} of {len(blocks)} blocks ran without gradients in the step (torch.no_grad, "
-            f"torch.inference_mode): {listed(quiet)}. Pass a step that trains: {_STEP}."
+            f"{len(without_gradients)} of {len(blocks)} blocks ran without gradients in the step (torch.no_grad, "
+            f"torch.inference_mode): {listed(without_gradients)}. Pass a step that trains: {_STEP}."
         )
     if calls[model]:
         return (

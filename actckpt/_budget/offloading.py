@@ -1,12 +1,11 @@
 """Plans that may offload: solved with and without the links, with the windows that their peaks need.
 
-NOTE [ Plans that offload ]
+A simulated block waits for copies out when its forward ends. A real block needs the memory earlier. When its forward
+starts, no more may be in flight than the link moves while it runs, so that many bytes are added to its need. A plan
+that offloads nothing does not need them. So both are solved, and the faster plan counts.
 
-Rule 1. A simulated block waits for copies out when its forward ends. A real one needs its memory before: no more than
-        what the link moves while it runs forward may be on its way when that begins, so many bytes are added to what it
-        needs. A plan that offloads nothing does not need them: both are solved, and the faster one counts.
-Rule 2. How much may be on its way while each block runs follows from the simulation, and is part of the plan: what is
-        tried and what stays run within the same windows (NOTE [ Windows of a plan ]).
+The limit of in-flight bytes while each block runs follows from the simulation, and is part of the plan. Trials and the
+final plan run within the same windows (NOTE [ Windows of a plan ]).
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ _RECOMPUTED = (Action.RECOMPUTE, Action.RECOMPUTE.value)
 
 
 def _drained_bytes(block: BlockClass, costs: CostTable) -> float:
-    """Return the bytes that leave while a block runs forward, at most those of one block (Rule 1)."""
-    most = max(sum(value.nbytes for value in each.values if value.offloadable) for each in costs.classes.values())
+    """Return the bytes that are copied out while a block runs forward, at most those of one block."""
+    most = max(sum(value.nbytes for value in other.values if value.offloadable) for other in costs.classes.values())
     return min(block.forward_s * costs.d2h_bytes_per_s, most)
 
 
@@ -39,10 +38,10 @@ def solved(
     pins: Pins | None,
     by: Callable[[CostTable, float, Pins | None], Plan] | None = None,
 ) -> Plan:
-    """Return the fastest plan that fits a budget, with or without the links of a cost table (Rule 1).
+    """Return the fastest plan that fits a budget, with or without the links of a cost table.
 
     Args:
-        by: what solves, in the place of `solve`.
+        by: the solver; default: `solve`.
     Raises:
         PlanInfeasibleError: neither fits. Its `smallest_bytes` is the smaller one of both.
         ValueError: as `solve` does.
@@ -54,10 +53,11 @@ def solved(
         try:
             plan = (by or _solve)(each, budget, pins)
             plans.append(plan if each.d2h_bytes_per_s else dataclasses.replace(plan, costs=costs))
-        except PlanInfeasibleError as found:
-            # Else this frame and the error would hold each other, and tensors of frames around: now, and when raised.
-            found.__traceback__ = None
-            error = min(error or found, found, key=lambda each: each.smallest_bytes or math.inf)
+        except PlanInfeasibleError as failure:
+            # Breaks the cycle between this frame and the error, which would hold tensors of outer frames: now, and when
+            # raised.
+            failure.__traceback__ = None
+            error = min(error or failure, failure, key=lambda each: each.smallest_bytes or math.inf)
     if not plans:
         assert error is not None
         try:
@@ -68,9 +68,9 @@ def solved(
 
 
 def _with_pinned_stay(costs: CostTable, pins: Pins | None) -> CostTable:
-    """Return a cost table without reruns of blocks that have a value pinned to stay or to be offloaded.
+    """Return a cost table without reruns of blocks that have a value pinned to keep or offload.
 
-    A rerun makes all values of a block again, whatever becomes of them.
+    A rerun recomputes all values of a block, whatever their actions.
     """
     held = {
         key[-1] if isinstance(key, tuple) else key for key, action in (pins or {}).items() if action not in _RECOMPUTED
@@ -89,7 +89,7 @@ def _names_made(block: BlockClass) -> set[str]:
 
 
 def _solve(costs: CostTable, budget: float, pins: Pins | None) -> Plan:
-    from actckpt.planner.solving import solve  # half a second to import
+    from actckpt.planner.solving import solve  # takes half a second to import
 
     return solve(costs, budget=budget, pins=pins)
 
@@ -104,9 +104,9 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
 
 
 def with_drained(costs: CostTable) -> CostTable:
-    """Return a cost table for plans that offload: with what drains while blocks run forward (Rule 1)."""
+    """Return a cost table for plans that offload: with the bytes that are copied out while blocks run forward."""
     if costs.segments is not None:
-        return dataclasses.replace(costs, segments=tuple(_with_drained(each, costs) for each in costs.segments))
+        return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.segments))
     classes = {
         name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
         for name, block in costs.classes.items()
@@ -115,10 +115,10 @@ def with_drained(costs: CostTable) -> CostTable:
 
 
 def _with_drained(segment: Segment, costs: CostTable) -> Segment:
-    """Return a segment with what drains while a block runs forward."""
+    """Return a segment with the bytes that are copied out while a block runs forward."""
     if not segment.is_forward or segment.running < 0:
         return segment
-    plain, replay, rerun = (each + _drained_bytes(costs.blocks[segment.running], costs) for each in segment.bases)
+    plain, replay, rerun = (base + _drained_bytes(costs.blocks[segment.running], costs) for base in segment.bases)
     return dataclasses.replace(segment, plain_bytes=plain, replay_bytes=replay, rerun_bytes=rerun)
 
 
@@ -131,12 +131,12 @@ def offloaded_bytes(plan: Plan) -> list[float]:
 
 
 def with_windows(plan: Plan) -> Plan:
-    """Return a plan with its windows (Rule 2), as it is where it offloads nothing."""
+    """Return a plan with its windows; unchanged if it offloads nothing."""
     blocks, costs, own = plan.costs.blocks, plan.costs, offloaded_bytes(plan)
     if not any(own):
         return plan
     inflight = simulate(costs, plan).inflight
-    out = [each.out_bytes + _drained_bytes(block, costs) for each, block in zip(inflight, blocks, strict=True)]
+    out = [moving.out_bytes + _drained_bytes(block, costs) for moving, block in zip(inflight, blocks, strict=True)]
     windows = [
         BlockWindows(math.ceil(out[i] + own[i]), math.ceil(left), math.ceil(inflight[i].ahead_bytes + own[i]))
         for i, left in enumerate([*out[1:], 0.0])

@@ -11,7 +11,7 @@ from actckpt.planner.costs import BlockClass, Value
 
 __all__ = ["BlockProfile", "at_other_size", "without_sizes"]
 
-#: Beyond this factor, seconds per byte differ too much: small operators take as long as their launch.
+#: Beyond this factor, seconds per byte differ too much: small operators are dominated by launch time.
 _MOST_TIMES_LARGER = 4.0
 
 
@@ -23,18 +23,18 @@ class BlockProfile(NamedTuple):
 
 
 def without_sizes(values: Iterable[Value]) -> tuple[Value, ...]:
-    """Return values that are equal for calls of a block that differ in sizes alone."""
+    """Return values that are equal for calls of a block that differ only in sizes."""
     return tuple(dataclasses.replace(value, nbytes=float(value.nbytes > 0), offloadable=False) for value in values)
 
 
 def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> BlockProfile | None:
-    """Return the profile of a call from the one whose size is nearest; None: none is near enough.
+    """Return the profile of a call, scaled from the nearest measured size; None if none is near enough.
 
-    Bytes of values are those of the call. Peaks are scaled so that the first cycle under a plan needs no more than
-    predicted. Seconds grow with the bytes, which trials correct.
+    Bytes of values are those of the call. Peaks are scaled so that the first cycle under a plan needs at most the
+    predicted memory. Seconds grow with the bytes; trials correct them.
 
     Args:
-        profiles: of calls that differ from this one in sizes alone.
+        profiles: of calls that differ from this one only in sizes.
         values: of the call, without `OTHER`.
     """
     nbytes = _total(values)
@@ -45,29 +45,29 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         return None
     ratio, (costs, peaks) = ratios[nearest], nearest
     *known, other = costs.values
-    growth = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
+    factors = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
     offload_s = max(value.offload_s for value in known)
-    found = [
+    scaled = [
         dataclasses.replace(
             new,
             recompute_s=factor * old.recompute_s,
             offload_s=offload_s * new.offloadable,
             needed=old.needed,
         )
-        for new, old, factor in zip(values, known, growth, strict=True)
+        for new, old, factor in zip(values, known, factors, strict=True)
     ]
     costs = dataclasses.replace(
         costs,
         forward_s=ratio * costs.forward_s,
         backward_s=ratio * costs.backward_s,
         rerun_s=None if costs.rerun_s is None else ratio * costs.rerun_s,
-        values=(*found, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
+        values=(*scaled, dataclasses.replace(other, nbytes=ratio * other.nbytes)),
     )
-    return BlockProfile(costs, _scaled(peaks, min(growth), max(growth)))
+    return BlockProfile(costs, _scaled(peaks, min(factors), max(factors)))
 
 
 def _scaled(peaks: BlockPeaks, least: float, most: float) -> BlockPeaks:
-    """Return peaks of which each exceeds that of `dropped` by as much as it may, or falls below it by as little."""
+    """Return scaled peaks, as upper bounds: differences to `dropped` grow by `most` if positive, else by `least`."""
 
     def scaled(nbytes: int) -> int:
         difference = nbytes - peaks.dropped

@@ -1,4 +1,4 @@
-"""The model that a plan was made for, as plain data, and whether another one is the same to it."""
+"""Facts about the model that a plan was made for, as plain data, and the check of another model against them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["check_planned_for", "facts_of"]
 
-#: In names, what `torch.compile` puts around a module.
+#: Part of the names of modules inside a `torch.compile` wrapper.
 _COMPILED = "_orig_mod."
 _AGAIN = "Make the plan again with actckpt.plan, or pass the budget to apply, which plans while the model trains."
 
 
 def facts_of(model: torch.nn.Module, blocks: Iterable[str | None]) -> dict[str, Any]:
-    """Return what a plan for a model holds for: the version of torch, types of its blocks, and what parameters are.
+    """Return the facts that a plan depends on: the torch version, block types, and parameter shapes.
 
     Args:
         blocks: their qualified names; None stands for what runs outside of them.
@@ -35,9 +35,9 @@ def facts_of(model: torch.nn.Module, blocks: Iterable[str | None]) -> dict[str, 
 
 
 def _types(module: torch.nn.Module) -> list[str]:
-    """Return the names of the class of a module and of those that it derives from, for a compiled one of that inside.
+    """Return the class names of a module and its bases; for a compiled module, those of the inner one.
 
-    Libraries put a class of their own in the place of a module's (sharding, parametrizations), which derives from it.
+    Libraries replace a module's class by a subclass (sharding, parametrizations).
     """
     module = getattr(module, "_orig_mod", module)
     return [base.__name__ for base in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]]
@@ -48,12 +48,12 @@ def _parameters(model: torch.nn.Module) -> dict[str, list[Any]]:
 
 
 def _described(parameter: torch.nn.Parameter) -> list[Any]:
-    shape = None if is_lazy(parameter) else list(parameter.shape)  # of all shards, where there are several
+    shape = None if is_lazy(parameter) else list(parameter.shape)  # of the full parameter, if it is sharded
     return [shape, str(parameter.dtype).removeprefix("torch."), parameter.requires_grad]
 
 
 def check_planned_for(plan: Plan, model: torch.nn.Module) -> None:
-    """Raise a BlocksError where a plan was made for another model than this one; warn where for another torch."""
+    """Raise a BlocksError if a plan was made for a different model; warn if for a different torch."""
     assert plan.blocks is not None
     named = dict(model.named_modules())
     names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
@@ -75,7 +75,7 @@ def check_planned_for(plan: Plan, model: torch.nn.Module) -> None:
 
 
 def _other_block(then: Mapping[str, list[str]], named: Mapping[str, torch.nn.Module]) -> str:
-    """Say which block is of another type: neither derives from that of the other."""
+    """Describe a block of another type: neither derives from the other's class."""
     for name, kinds in then.items():
         now = _types(named[name])
         if kinds[0] not in now and now[0] not in kinds:
@@ -84,7 +84,7 @@ def _other_block(then: Mapping[str, list[str]], named: Mapping[str, torch.nn.Mod
 
 
 def _other_parameter(then: Mapping[str, list[Any]], model: torch.nn.Module) -> str:
-    """Say which parameter is another one."""
+    """Describe a parameter that differs."""
     now = _parameters(model)
     for names, others, where in ((now, then, "not in that one"), (then, now, "in that one alone")):
         if more := [name for name in names if name not in others]:

@@ -1,4 +1,4 @@
-"""What one call of a block costs, as it was profiled: its class in a cost table, and where its values are."""
+"""The profiled costs of one block call: its class in a cost table, and the places of its values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 
 __all__ = ["OTHER", "Cast", "ProfiledBlock"]
 
-#: Name of the value of Rule 4 of NOTE [ Profiling a block ].
+#: Name of the value for all other bytes that a block holds (see `profiling`).
 OTHER = "(other)"
 
 
@@ -23,7 +23,7 @@ class Cast(NamedTuple):
 
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
-    #: In the cost table.
+    #: Its name in the cost table.
     name: str
 
 
@@ -33,37 +33,37 @@ class ProfiledBlock:
 
     name: str
     costs: BlockClass
-    #: Where each value is in the model, by its name in the cost table.
+    #: The place of each value in the model, by its name in the cost table.
     places: dict[str, str]
-    #: Of phases and modes.
+    #: By phase and mode.
     peaks: BlockPeaks
-    #: The storage of its input, and the bytes of that.
+    #: The storage of its input, and that storage's bytes.
     input: weakref.ref[torch.UntypedStorage] | None
     input_bytes: int
-    #: The storages of values that it returned, by their names in the cost table.
+    #: The storages of values that it returned, by name in the cost table.
     returned: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
-    #: Of what something held when the forward had ended, which counts with the input: storages, and names of those that
-    #: are values.
+    #: Storages held elsewhere when the forward had ended, which count with the input, and the names of those that are
+    #: values.
     held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
-    #: Of its parameters, in the cache of autocast: they do not count as values.
+    #: Casts of its parameters in autocast's cache: they do not count as values.
     casts: tuple[Cast, ...] = ()
-    #: The storages of values by their names in the cost table, and those that the call was given, with their bytes.
+    #: The storages of values by name in the cost table; and the storages of its arguments, with their bytes.
     made: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
     arguments: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
-    #: The storages of what the call returned.
+    #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
     def with_casts(self, casts: tuple[Cast, ...]) -> ProfiledBlock:
-        """Return the block of which only these casts stay in the cache; the others are values like any other."""
+        """Return the block with only these casts in the cache; the others are ordinary values."""
         lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
         if not lost:
             return self
         return dataclasses.replace(self._with_values(lost), casts=casts)
 
     def without_replaced(self) -> ProfiledBlock:
-        """Return the block without what was held when its forward had ended, and is gone: states that were replaced.
+        """Return the block without storages that were held when its forward had ended and are gone: replaced states.
 
-        Of the one that is returned nothing goes any more: it is called when the forward of the model has ended.
+        This is called when the forward of the model has ended; after that nothing else goes.
         """
         gone = [(nbytes, name) for storage, nbytes, name in self.held if storage() is None]
         if not gone:
@@ -75,6 +75,6 @@ class ProfiledBlock:
 
     def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
         values = tuple(
-            dataclasses.replace(each, nbytes=sizes.get(each.name, each.nbytes)) for each in self.costs.values
+            dataclasses.replace(value, nbytes=sizes.get(value.name, value.nbytes)) for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

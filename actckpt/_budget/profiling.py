@@ -1,30 +1,28 @@
-"""What one block costs: its values, its bytes and its seconds, measured at a call of the block in a real step.
+"""The costs of one block: its values, bytes and seconds, measured at a call of the block in a real step.
 
-NOTE [ Profiling a block ]
+The call itself is recorded (`structure`) under a policy that recomputes all it can. So a step in which all blocks are
+profiled needs little more memory than one in which all are checkpointed.
 
-Rule 1. The call itself is recorded (NOTE [ Structure of a block ]) under a policy that recomputes everything it can, so
-        that a step in which all blocks are profiled needs little more than one in which all are checkpointed.
-Rule 2. The first block of each structure (operators, shapes, dtypes, what gradients flow to) then runs forward and
-        backward a few times more, on its own: on detached inputs, aliases of its parameters and copies of its buffers,
-        so that no gradient, no hook of a parameter and no other block is touched. Backward goes to those inputs and
-        parameters alone: what else the block leads to is somebody's graph. Containers and objects are as the forward
-        found them (NOTE [ Found by the forward ]). Afterwards random state, attributes of modules, and the containers
-        and objects that these and the arguments lead to are what they were. Other tensors that the recorded call wrote
-        to in place get their bytes back. Other ranks exchange nothing with these runs (NOTE [ Fake collectives ]), and
-        `actckpt.stats` does not count them. At other sizes, up to four times larger or smaller, the block does not run
-        again: its bytes are those of the recorded call, its seconds and peaks are scaled (`other_sizes`).
-Rule 3. The same runs are timed in a region that recomputes everything it can. What forward takes longer there is what
-        recording takes; what backward takes longer is what replaying takes, and is shared out to the values by the
-        times of their operators. What reruns take is timed as NOTE [ Timing a rerun ] says. The modes that watch the
-        step are taken off (NOTE [ Modes ]), and what stands for other ranks where a block exchanges nothing with them:
-        a mode takes longer than small operators do. On a device they are timed in a region that offloads some values,
-        too, small ones, for which host memory has room (NOTE [ Timing a rerun ] Rule 4).
-Rule 4. What the block holds for backward beyond the values that are known (results of opaque kernels) is one value that
-        always stays.
-Rule 5. Replays make operands that backward does not read while gradients are there, and what is kept: more at once than
-        a block ever needs of which everything is kept. So the peak is also taken of runs that drop everything, and that
-        drop the one value which takes the most of such operands; the larger counts wherever something is dropped. That
-        of a rerun, which runs while the gradient of the output is there, counts where the block is run again.
+Then the first block of each structure (operators, shapes, dtypes, gradient flow) runs forward and backward a few more
+times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
+parameter hook and no other block is touched. Backward goes only to those inputs and parameters. Containers and objects
+are as the forward found them (NOTE [ Object state ]). Afterwards random state, module attributes, and the containers
+and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote to in place
+get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and `actckpt.stats`
+does not count them. For sizes up to four times larger or smaller the block does not run again. Its bytes are those of
+the recorded call; its seconds and peaks are scaled (`other_sizes`).
+
+Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
+recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
+operators' times. Reruns are timed as in `timing`. Modes that watch the step are removed (NOTE [ Modes ]), and so are
+fake collectives if the block does not communicate: a mode takes longer than small operators. On a device, a region that
+offloads some small values, for which host memory has room, is timed too.
+
+Memory. What the block holds for backward beyond the known values (results of opaque kernels) is one value that always
+stays. Replays make operands that backward does not read, while gradients and kept values exist. That is more at once
+than a block needs that keeps everything. So the peak is also measured for runs that drop everything, and for runs that
+drop the value with the most such operands; the larger peak counts if anything is dropped. The peak of a rerun, which
+runs while the gradient of the output exists, counts if the block is rerun.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ from actckpt._budget.compiled_blocks import is_compiled, run_compiled
 from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
-from actckpt._budget.rng_usage import Draws
+from actckpt._budget.rng_usage import RngUsage
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._budget.timing import Offloading, Times, fastest
@@ -65,15 +63,15 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-#: The least seconds of an operator in so many runs count.
+#: Number of runs; the least seconds of each operator count.
 _OPERATORS_TIMED = 3
-#: Most that is offloaded to time that, or one value.
+#: Maximum bytes offloaded for timing; a single value may be larger.
 _MOVED_BYTES = 64 << 20
 _COUNTS_CALLS = "it changes its attributes at each call"
 
 
 class Profiler:
-    """Profiles blocks as they are called, each structure once.
+    """Profiles blocks when they are called, each structure once.
 
     Args:
         offloads: whether plans may offload.
@@ -84,7 +82,7 @@ class Profiler:
         self._offloads = offloads
         self._running = ""
         self._known: dict[tuple[Any, ...], BlockProfile] = {}
-        #: Those that were measured, without sizes.
+        #: Measured profiles, by structure without sizes.
         self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
         self._step = step
 
@@ -96,18 +94,18 @@ class Profiler:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock | None]:
-        """Call a block; return its result and what it costs, None where only a later call tells that.
+        """Call a block; return its result and its costs, None if only a later call can show them.
 
         Args:
             name: the block's qualified name.
             forward: the forward of the block.
         """
         check_wrapped(name, block)
-        with self._alone(name):
+        with self._only_block(name):
             return self._call(name, block, forward, *(without_cache(block, forward, args, kwargs) or (args, kwargs)))
 
     @contextlib.contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
+    def _only_block(self, name: str) -> Iterator[None]:
         if checkpoint_around() is not None:
             raise BlocksError(
                 f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
@@ -133,11 +131,11 @@ class Profiler:
         kwargs: dict[str, Any],
     ) -> tuple[Any, ProfiledBlock | None]:
         inputs = held_inputs(forward, args, kwargs, None)
-        before, draws, argument = attributes_of(block), Draws(), first_tensor((args, kwargs))
+        before, rng_used, argument = attributes_of(block), RngUsage(), first_tensor((args, kwargs))
         run = run_compiled if is_compiled(block) else run_recorded
         with self._step():
             result, structure = run(forward, args, kwargs, argument, offloads=self._offloads)
-        drawn = draws.unrestored(block, structure.generators.values())
+        drawn = rng_used.unrestored(block, structure.generators.values())
         inputs.forward_done()
         if structure.is_measured_later:
             return result, None
@@ -147,7 +145,7 @@ class Profiler:
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
-        if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and nothing before it is trained
+        if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and its input needs no gradient
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
 
         def profiled() -> BlockProfile:
@@ -161,20 +159,20 @@ class Profiler:
     def _known_or(
         self, profiled: Callable[[], BlockProfile], block: torch.nn.Module, values: tuple[Value, ...], *others: Any
     ) -> BlockProfile:
-        """Return the profile of calls with these values, at this size or scaled from another one; otherwise profile."""
+        """Return the profile of calls with these values, at this size or scaled from another one; else profile."""
         key = _structure_key(block, values, *others)
         if key not in self._known:
             measured = self._measured[_structure_key(block, without_sizes(values), *others)]
-            found = at_other_size(measured, values)
-            if found is None:
-                found = profiled()
-                measured.append(found)
-            self._known[key] = found
+            profile = at_other_size(measured, values)
+            if profile is None:
+                profile = profiled()
+                measured.append(profile)
+            self._known[key] = profile
         return self._known[key]
 
 
 def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, str], result: Any) -> ProfiledBlock:
-    """Return what a call costs.
+    """Return the costs of a call.
 
     Args:
         places: names of values in the cost table by those in the model.
@@ -199,18 +197,18 @@ def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, st
 
 
 def _structure_key(block: torch.nn.Module, values: Iterable[Value], *others: Any) -> tuple[Any, ...]:
-    # Times differ from call to call: they make no other structure.
+    # Times differ from call to call and are not part of the structure.
     same = (dataclasses.replace(value, recompute_s=0.0) for value in values)
     trained = ((parameter.shape, parameter.requires_grad) for parameter in block.parameters())
     return (type(block), block.training, *others, *same, *trained)
 
 
-def _with_bytes(given: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
-    return tuple((weakref.ref(each), each.nbytes()) for each in storages_of(list(tensors_in(given))))
+def _with_bytes(arguments: Any) -> tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...]:
+    return tuple((weakref.ref(storage), storage.nbytes()) for storage in storages_of(list(tensors_in(arguments))))
 
 
 def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
-    """Take down which of the values that were dropped something other than the recorder holds."""
+    """Record which dropped values are held by something other than the recorder."""
     alive = call.structure.note_alive(result)
     if alive:
         with inputs.as_found(checks=False), _explained(call.name):
@@ -219,7 +217,7 @@ def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
 
 
 def _passes_on(arguments: Any) -> bool:
-    """Return whether a block computes the gradient of its input alone; those of others count with what waits."""
+    """Return whether a block computes only the gradient of its input; the other gradients count as accumulating."""
     argument = first_tensor(arguments)
     return argument is not None and argument.requires_grad and not any(o.requires_grad for o in others(arguments))
 
@@ -230,7 +228,7 @@ def _renamed(value: Value, names: dict[str, str]) -> Value:
 
 
 def _without(place: str, block: str) -> str:
-    """Return a place without the block's name, so that places of equal blocks are equal."""
+    """Return a place without the block's name, so that equal blocks have equal places."""
     if place.startswith(f"{block}."):
         return place[len(block) + 1 :]
     return place[len(block) :] if place.startswith(f"{block}::") else place
@@ -251,17 +249,19 @@ def _explained(name: str) -> Iterator[None]:
 def _profiled(
     call: BlockCall, values: tuple[Value, ...], recorded: tuple[Value, ...], *, no_rerun: str | None
 ) -> BlockProfile:
-    """Return what a block costs.
+    """Return the costs of a block.
 
     Args:
         recorded: the values by their places in the model.
-        no_rerun: why the block may not be run again; None: nothing is known that speaks against it.
+        no_rerun: why the block must not be rerun; None: no known reason.
     """
     structure, held = call.structure, held_bytes(call)
-    given = storages_of(list(tensors_in(call.arguments)))
-    writes_to_input = any(id(storage) in structure.written for storage in given)  # a rerun would not find it
+    argument_storages = storages_of(list(tensors_in(call.arguments)))
+    writes_to_input = any(
+        id(storage) in structure.written for storage in argument_storages
+    )  # a rerun would read the written input
     with modes.without_own():
-        with call.isolate() as run:  # its backward, too, may exchange something
+        with call.isolate() as run:  # its backward may communicate too
             roots = run.roots()
             run.backward(roots, [torch.ones_like(root) for root in roots])
         no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
@@ -269,13 +269,13 @@ def _profiled(
         times, no_rerun = _times(call, values, _moved(recorded), no_rerun)
         values = _timed_again(call, values)
         peaks = block_peaks(call, _replaying(recorded), can_rerun=no_rerun is None)
-    values = tuple(dataclasses.replace(each, offload_s=times.offload_s * each.offloadable) for each in values)
+    values = tuple(dataclasses.replace(value, offload_s=times.offload_s * value.offloadable) for value in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
     costs = BlockClass(
         forward_s=times.forward_s,
         backward_s=times.backward_s,
-        working_set_bytes=0.0,  # `BlockPeaks` has it
+        working_set_bytes=0.0,  # in `BlockPeaks`
         recording_s=max(times.recorded_s - times.forward_s, 0.0),
         values=(
             *_scaled(values, times.forward_s, times.replaying_s - times.backward_s),
@@ -289,8 +289,8 @@ def _profiled(
 
 
 def _other_bytes(structure: BlockStructure, held: HeldBytes) -> float:
-    """Return what a block holds beyond its values."""
-    cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # by others, or by an earlier call
+    """Return the bytes that a block holds beyond its values."""
+    cached_bytes = max(held.cast_bytes - structure.saved_cast_bytes(), 0)  # held by others, or by an earlier call
     return float(max(held.nbytes - cached_bytes - structure.saved_bytes() - structure.bytes_held(), 0))
 
 
@@ -303,21 +303,21 @@ def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | 
 
 
 def _replaying(values: tuple[Value, ...]) -> list[Policy]:
-    """Return policies under which replays need most at once (Rule 5).
+    """Return policies under which replays need most memory at once.
 
     Args:
         values: by their places.
     """
-    unread = {value.name: value.nbytes for value in values if not value.needed}
+    unneeded = {value.name: value.nbytes for value in values if not value.needed}
     needed = [value for value in values if value.needed and value.name != BLOCK_INPUT]
-    beside = {value.name: sum(unread.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
+    beside = {value.name: sum(unneeded.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
     most = max(beside, key=beside.__getitem__, default="")
     one = {value.name: Action.RECOMPUTE if value.name == most else Action.KEEP for value in needed}
     return [[], one] if beside.get(most) else [[]]
 
 
 def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
-    """Return a policy, by places, that offloads the smallest values and keeps the others; empty where none may go."""
+    """Return a policy, by places, that offloads the smallest values and keeps the rest; may be empty."""
     may = sorted((v for v in values if v.offloadable and v.name != BLOCK_INPUT), key=lambda value: value.nbytes)
     total = itertools.accumulate(value.nbytes for value in may)
     some = {value.name for value, nbytes in zip(may, total, strict=True) if value is may[0] or nbytes <= _MOVED_BYTES}
@@ -328,7 +328,7 @@ def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
 def _times(
     call: BlockCall, values: tuple[Value, ...], moved: Mapping[str, Action], no_rerun: str | None
 ) -> tuple[Times, str | None]:
-    """Return what a block takes, and why it may not be run again."""
+    """Return the times of a block, and why it must not be rerun."""
     device = call.structure.device
     policies: tuple[Policy, ...] = ([], "recompute", moved)
     ways = [functools.partial(call.isolate, call.in_region(policy)) for policy in policies]
@@ -345,8 +345,9 @@ def _times(
         offloading=offloading,
     )
     if no_rerun is None:
-        # What runs other operators each time fails in a rerun, and what does not run in backward: it is planned without
-        # one. What fails without a rerun, or since one has left something half done, fails again.
+        # A block that runs other operators each time fails in a rerun, as does one that cannot run in backward: it is
+        # planned without reruns. A block that fails without a rerun, or because a failed rerun left state behind, fails
+        # again.
         try:
             return timed(rerun=ways[1]), None
         except Exception as error:
@@ -356,11 +357,11 @@ def _times(
 
 
 def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...]:
-    """Return values with the least seconds of their operators: the solver would find those that seemed too fast."""
+    """Return values with the least measured seconds of their operators: outliers would mislead the solver."""
     for _ in range(_OPERATORS_TIMED):
         with call.isolate() as run:
-            found = operator_seconds(run.forward, run.args, run.kwargs)
-        seconds = {_without(place, call.name): value for place, value in found.items()}
+            times = operator_seconds(run.forward, run.args, run.kwargs)
+        seconds = {_without(place, call.name): value for place, value in times.items()}
         values = tuple(
             dataclasses.replace(value, recompute_s=min(value.recompute_s, seconds.get(value.name, value.recompute_s)))
             for value in values
@@ -378,9 +379,9 @@ def _scaled(values: tuple[Value, ...], forward_s: float, replayed_s: float) -> t
     """Return values whose seconds are those of replays.
 
     Args:
-        values: with the seconds of operators, each timed on its own.
-        forward_s: of the block. Timing makes operators slower: all of them together take no longer.
-        replayed_s: what the block takes to get back all that it can.
+        values: with the seconds of operators, each timed separately.
+        forward_s: of the block. Timing slows operators down: all of them together take at most this.
+        replayed_s: time of the block to restore all that it can.
     """
     block = BlockClass(0.0, 0.0, 0.0, values=values)
     dropped = {value.name: Action.RECOMPUTE if value.replayable else Action.KEEP for value in values}

@@ -1,4 +1,4 @@
-"""A plan as settings of the blocks of a model, one way to run a step, and what running it shows."""
+"""A plan as settings of the blocks of a model, and a way to run and measure a step with it."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["RECOMPUTE", "UNPLANNED", "Candidate", "device_of", "settings_of", "use_settings"]
 
-#: Events tell no shorter times apart.
+#: Resolution of device events.
 _RESOLUTION_S = 5e-7
-#: Everything is recomputed, operator by operator: no Python of a block runs twice.
+#: Everything is recomputed, operator by operator: no Python code of a block runs twice.
 RECOMPUTE: dict[str, Any] = {"policy": [], "drops_caches": True}
-#: The same, of what did not run when the plan was made.
+#: The same, for a block that did not run when the plan was made.
 UNPLANNED: dict[str, Any] = {**RECOMPUTE, "is_unplanned": True}
 
 
 def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
-    """Return how each block of a model runs under a plan: a table of places, a rerun, or as it is.
+    """Return how each block of a model runs under a plan: a table of places, a rerun, or unchanged.
 
-    A block that the plan has several times runs so in each call; what it knows nothing of is recomputed.
+    A block that the plan has several times runs by its entry in each call; a block that the plan does not have is
+    recomputed.
 
     Raises:
-        ValueError: the plan knows no model.
+        ValueError: the plan has no model.
     """
     if plan.blocks is None or plan.places is None:
         raise ValueError(
@@ -55,26 +56,26 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
     names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
     stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
     modules = [None if name is None else model.get_submodule(name) for name in plan.blocks]
-    calls = [_as_measured(_settings(*each), module) for each, module in zip(stack, modules, strict=True)]
+    calls = [_as_measured(_settings(*entry), module) for entry, module in zip(stack, modules, strict=True)]
     calls = _within_windows(calls, plan)
-    found: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
+    by_name: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
     for name, one in zip(plan.blocks, calls, strict=True):
         if name is not None:
-            found[name] += (one,)
-    return {name: each[0] if len(each) == 1 else (*each, UNPLANNED) for name, each in found.items()}
+            by_name[name] += (one,)
+    return {name: entry[0] if len(entry) == 1 else (*entry, UNPLANNED) for name, entry in by_name.items()}
 
 
 def use_settings(forwards: Mapping[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
-    """Let blocks run with settings, those that are none of a plan as what was not measured; without any, recomputed."""
+    """Set how blocks run; a block without settings recomputes everything, as unmeasured if there are other settings."""
     for name, forward in forwards.items():
         forward.use(settings.get(name, UNPLANNED if settings else RECOMPUTE))
 
 
-def _as_measured(found: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
-    """Return how a block runs, without a key-value cache also where nothing is dropped: blocks after it share it."""
-    if "is_plain" in found and block is not None and is_checkpointing_layer(block):
-        return {**found, "drops_caches": True}
-    return found
+def _as_measured(settings: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
+    """Return how a block runs, without a key-value cache even if it drops nothing: later blocks share the cache."""
+    if "is_plain" in settings and block is not None and is_checkpointing_layer(block):
+        return {**settings, "drops_caches": True}
+    return settings
 
 
 def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
@@ -83,8 +84,8 @@ def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, A
     assert plan.blocks is not None
     last = max(number for number, name in enumerate(plan.blocks) if name is not None)
     return [
-        {**found, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
-        for number, (found, windows, own_bytes) in enumerate(
+        {**block_settings, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
+        for number, (block_settings, windows, own_bytes) in enumerate(
             zip(calls, plan.windows, offloaded_bytes(plan), strict=True)
         )
     ]
@@ -105,7 +106,7 @@ def _settings(
 
 
 def _repeats(place: str, action: Action) -> bool:
-    """Whether an entry would have replay run a collective again, which no plan does (NOTE [ Fake collectives ])."""
+    """Whether an entry would make replay repeat a collective, which plans never do (NOTE [ Fake collectives ])."""
     return action is Action.RECOMPUTE and is_collective(Place.parse(place).operator)
 
 
@@ -115,14 +116,14 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 class Candidate:
-    """One way to run a step, and what was measured of it.
+    """One way to run a step, and its measurements.
 
     Args:
         name: for people.
         model: what the step trains.
-        forwards: what stands in for the forwards of its blocks.
+        forwards: replacements of the forwards of its blocks.
         step: runs forward and backward, without arguments.
-        state: what is put back before each step.
+        state: restored before each step.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class Candidate:
             self._step()
 
     def measure_memory(self) -> None:
-        """Count what is alive during one step, without gradients of parameters."""
+        """Count the live bytes during one step, without gradients of parameters."""
         held = [0]
         live = LiveStorages(parameters=self._model.parameters(), device=self._device)
         hook = self._model.register_forward_hook(lambda *_: held.append(live.live_bytes))

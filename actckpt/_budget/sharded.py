@@ -1,4 +1,4 @@
-"""Blocks that cannot be profiled on their own, since that would gather their parameters once more."""
+"""Blocks that cannot be profiled in isolation, since that would gather their parameters once more."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["check_units", "check_wrapped"]
 
 
 def check_units(name: str, structure: BlockStructure) -> None:
-    """Raise where modules inside of a block gathered parameters of their own (FSDP2)."""
+    """Raise if modules inside a block gathered their own parameters (FSDP2)."""
     if structure.exchanges.has_units:
         raise BlocksError(
             f"block {name!r} has modules that FSDP2 shards, and cannot be profiled on its own: that would gather their "
@@ -23,8 +23,8 @@ def check_units(name: str, structure: BlockStructure) -> None:
 
 
 def check_wrapped(name: str, block: torch.nn.Module) -> None:
-    """Raise where modules of a block are wrapped by FullyShardedDataParallel."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who wraps with it has imported it
+    """Raise if modules of a block are wrapped by FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by whoever wraps with it
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in block.modules()):
         raise BlocksError(
             f"block {name!r} has modules that FullyShardedDataParallel wraps, and cannot be profiled on its own: that "

@@ -1,4 +1,4 @@
-"""Simple choices that people make by hand, as plans: what a plan must not lose against."""
+"""Simple hand-written policies as plans, as a baseline for solved plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from actckpt.planner.solving import solve
 __all__ = ["NOTHING", "plain_plan", "simple_plans"]
 
 NOTHING = "nothing"
-#: More than any machine has: with this budget everything is kept.
+#: More memory than any machine has: with this budget everything is kept.
 _UNLIMITED = 2**62
 
 
@@ -27,7 +27,7 @@ def plain_plan(costs: CostTable) -> Plan:
 
 
 def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
-    """Yield simple choices by name, with what they are predicted to cost: nothing done, first."""
+    """Yield simple policies by name with their predicted costs, starting with the one that keeps everything."""
     plain = plain_plan(costs)
     yield NOTHING, plain
     can_rerun = any(block.rerun for block in costs.blocks)
@@ -47,7 +47,7 @@ def _operator(place: str) -> str:
 
 
 def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
-    """Keep the values of some operators and recompute the others, as far as they can be."""
+    """Keep the values of some operators and recompute the others, as far as possible."""
 
     def action(value: Value) -> Action:
         is_kept = _operator(value.name) in operators or not value.replayable
@@ -82,14 +82,14 @@ def _predicted(plain: Plan, actions: list[dict[str, Action]], rerun: tuple[bool,
     plan = dataclasses.replace(plain, actions=tuple(actions), rerun=rerun or plain.rerun)
     costs, largest_bytes = plan.costs, max(offloaded_bytes(plan))
     plan = dataclasses.replace(plan, max_inflight=math.ceil(largest_bytes))  # backward reads one block ahead
-    found = simulate(with_drained(costs) if largest_bytes else costs, plan)
+    simulated = simulate(with_drained(costs) if largest_bytes else costs, plan)
     return with_windows(
         dataclasses.replace(
             plan,
-            recompute_seconds=found.recompute_seconds,
-            write_wait_seconds=found.write_wait_seconds,
-            read_wait_seconds=found.read_wait_seconds,
+            recompute_seconds=simulated.recompute_seconds,
+            write_wait_seconds=simulated.write_wait_seconds,
+            read_wait_seconds=simulated.read_wait_seconds,
             bound_seconds=0.0,
-            peak_bytes=found.peak_bytes,
+            peak_bytes=simulated.peak_bytes,
         )
     )

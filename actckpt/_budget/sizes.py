@@ -1,4 +1,4 @@
-"""What people may write for a budget, in bytes."""
+"""Budgets as users write them, converted to bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["activation_budget_bytes", "budget_bytes"]
 
-#: Fewer bytes were meant as something else: 24 is not a budget, "24GiB" is.
+#: A smaller number is probably a mistake: 24 is not a budget, "24GiB" is.
 _LEAST_BYTES = 2**20
 _FORMS = (
     "bytes as a whole number, a text like '24GiB', a share of the device like '90%' or 0.9 (at most '100%' or 1.0), or "
     "'auto'"
 )
 _ACTIVATION_FORMS = "a share like '50%' or 0.5 (at most '100%' or 1.0), a text like '2GiB', or bytes as a whole number"
-#: Shares of predicted bytes are rounded up to this many.
+#: Shares of predicted bytes are rounded up to a multiple of this.
 _ROUND_BYTES = 2**10
-#: Of what is free, `"auto"` leaves this much.
+#: The share of free memory that `"auto"` uses.
 _AUTO = 0.95
 
 
@@ -34,9 +34,9 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
 
     Args:
         budget: a number of bytes, a text with a unit, a share of the device (`"90%"`, 0.9), or `"auto"`.
-        held_bytes: what this process holds already, by the same measure as the peak.
+        held_bytes: bytes that this process holds already, measured like the peak.
     Raises:
-        ValueError: it is none of these, or a share of memory whose size torch does not tell.
+        ValueError: it is none of these, or a share of a memory size that torch does not report.
     """
     _check_no_plan(budget, "budget")
     if isinstance(budget, str) and budget.strip() == "auto":
@@ -60,7 +60,7 @@ def activation_budget_bytes(budget: object, *, plain_bytes: float) -> float:
 
     Args:
         budget: a number of bytes, a text with a unit, or a share of what the step needs without actckpt (`"50%"`, 0.5).
-        plain_bytes: what that is.
+        plain_bytes: what the step needs without actckpt.
     Raises:
         ValueError: it is none of these.
     """
@@ -86,7 +86,7 @@ def _is_float(budget: object) -> bool:
 
 
 def _share(budget: object, what: str, forms: str) -> float | None:
-    """Return the share in (0, 1] that a budget is; None: it is a size."""
+    """Return the share in (0, 1] that a budget denotes; None: it is a size."""
     if isinstance(budget, str) and budget.strip().endswith("%"):
         percent = number_in(budget.strip()[:-1])
         if percent is None or not 0 < percent <= 100:
@@ -133,10 +133,10 @@ def _free_bytes(device: torch.device, budget: object) -> float:
 
 
 def _memory_info(accelerator: Accelerator, device: torch.device, budget: object) -> tuple[int, int]:
-    found = accelerator.memory_info(device)
-    if found is None:
+    memory = accelerator.memory_info(device)
+    if memory is None:
         raise ValueError(
             f"budget={budget!r} needs to know how much memory {device} has, and torch does not tell. Pass a text like "
             "'24GiB'."
         )
-    return found
+    return memory

@@ -1,28 +1,28 @@
-"""What the blocks of a model make: values, the operators that lead to them, and what each takes to compute again.
+"""The values that blocks make, the operators behind them, and the recompute time of each.
 
-NOTE [ Structure of a block ]
+A forward of each block runs in a region. So the recorder names values by the places that a plan's tables use later, and
+says which values it could replay. Around it runs a mode that times each operator and records which storages it reads
+and
+makes: a graph of places.
 
-Rule 1. A forward of each block runs in a region, so that the recorder names values by the places that the tables of a
-        plan have later, and says which of them it could replay. Around it runs a mode that times each operator and
-        notes which storages it reads and makes: a graph of places.
-Rule 2. A value is a storage that an operator of the block made. An operator that writes to it in place is part of what
-        computing it again takes; where another value was made from it before, it is taken not to be replayable.
-Rule 3. A value that was dropped and lives on is held by the recorder, which begins replays with it (results of opaque
-        operators) or keeps what decides where data goes (NOTE [ Routing ]): then it is not replayable, nor is what was
-        made from it where backward does not need it itself. Or it is held by something else: an attribute, a context of
-        an `autograd.Function`. That shows where the block is run once more with nothing recorded. Dropping it frees
-        nothing, nor does a rerun of the block: its bytes are added to those of the block's input, which always
-        stay, and to keep it as well costs nothing. (What backward does not need is not known to the recorder as held:
-        keeping it would cost its bytes.) Casts of parameters that autocast caches live until the program leaves that,
-        whatever is kept: they have no bytes, and the meter counts them.
-Rule 4. What has enough bytes may be offloaded where there is a store (NOTE [ Measuring links ]), unless only replays
-        read it. Of inputs only those may that no other block is given and another block made: to move others frees
-        nothing (`settled_block`).
-Rule 5. Storages from outside of the block are read for nothing: parameters and buffers are there anyway; the block's
-        input, and what several blocks share (masks, angles), are held by whoever made them or by the region. The input
-        is the first tensor that gradients flow through; the others stay, and count once, where they were made.
-Rule 6. Where a forward as it is, run on a copy of the input, leaves nothing that holds it, backward needs the input for
-        no more than to compute others again: those that were made from it say so.
+- A value is a storage that an operator of the block made. An in-place operator on it adds to its recompute time. If
+  another value was made from it before the write, it counts as not replayable.
+- A dropped value that is alive is held by the recorder, or elsewhere (an attribute, a context of an
+  `autograd.Function`). The recorder holds what replays start from (results of opaque operators) and what routes data
+  (`routing`). Such a value is not replayable, nor are values made from it that backward does not need. A run without
+  recording shows what is held elsewhere. Dropping that frees nothing, and a rerun does not either. So its bytes are
+  added to those of the block's input, which always stay, and keeping the value costs nothing more. (This covers values
+  that backward needs: the recorder does not know others as held, and keeping them would cost their bytes.) Casts of
+  parameters in autocast's cache are alive until the program leaves autocast, whatever is kept. They have no bytes; the
+  meter counts them.
+- Storages from outside the block cost nothing to read. Parameters and buffers exist anyway. The block's input, and
+  tensors that several blocks share (masks, angles), are held by whoever made them or by the region. The input is the
+  first tensor that gradients flow through; the others stay, and count once, where they were made.
+
+A sufficiently large value may be offloaded if there is a store (`bandwidth`), unless only replays read it. An input may
+be offloaded only if another block made it and no other block gets it; otherwise that frees nothing (`settled_block`).
+If a plain forward on a copy of the input leaves nothing that holds the input, backward needs the input only to
+recompute others; the values made from it are marked.
 """
 
 from __future__ import annotations
@@ -76,49 +76,50 @@ class _Made:
     reads_input: bool = False
     #: Another value was made from it.
     is_read: bool = False
-    #: It was dropped, and lives (Rule 3).
+    #: It was dropped, and is alive.
     is_alive: bool = False
     #: Something other than the recorder holds it.
     is_held: bool = False
-    #: It is a copy of a trained parameter in another dtype.
+    #: It is a copy of a trained parameter in another dtype ...
     is_cast_of_parameter: bool = False
-    #: And the cache of autocast holds it.
+    #: ... in autocast's cache.
     is_cached: bool = False
 
 
 class BlockStructure:
-    """The values of one call of a block, in the order in which it makes them."""
+    """The values of one block call, in the order of their creation."""
 
     def __init__(self, argument: Tensor | None, *, offloads: bool) -> None:
         storage = None if argument is None else argument.untyped_storage()
         self.input_bytes = 0 if storage is None else storage.nbytes()
         self.input = None if storage is None else weakref.ref(storage)
         self.device = torch.device("cpu") if argument is None else argument.device
-        #: Whether there is a store for what it saves.
+        #: Whether there is a store for its saved tensors.
         self.offloads = offloads
-        #: What it exchanged with other ranks.
+        #: Its communication with other ranks.
         self.exchanges = Exchanges()
         self._saved: dict[Place, SavedTensorInfo] = {}
         self._made: list[_Made] = []
-        #: Storages from outside that operators of the block wrote to, by id.
+        #: External storages that operators of the block wrote to, by id.
         self.written: dict[int, torch.UntypedStorage] = {}
-        #: Whether only its next call shows what it costs: compiled code runs for the first time, or was kept this time.
+        #: Whether only its next call shows its costs: compiled code runs for the first time, or its results were kept
+        #: now.
         self.is_measured_later = False
-        #: Generators that its operators were given, by id.
+        #: Generators passed to its operators, by id.
         self.generators: dict[int, torch.Generator] = {}
 
     def note_compiled(self) -> None:
-        """What compiled code made was kept. From the next call on the block runs again."""
+        """Results of compiled code were kept. From the next call on, the block is rerun."""
         self.is_measured_later = True
 
     def note_saved(self, info: SavedTensorInfo) -> Action:
-        """Take down what autograd saves; a policy that recomputes everything."""
+        """Record what autograd saves; as a policy, recompute everything."""
         if info.place is not None and not info.is_parameter:
             self._saved[info.place] = info
         return Action.RECOMPUTE
 
     def saved_bytes(self) -> int:
-        """Return the bytes of the values that backward needs, and that would be released if it did not."""
+        """Return the bytes of the values that backward needs, and that would be released otherwise."""
         return sum(made.nbytes for made in self._made if self._info(made) is not None and not made.is_held)
 
     def _info(self, made: _Made) -> SavedTensorInfo | None:
@@ -128,17 +129,17 @@ class BlockStructure:
         return str(next((place for place in made.places if place in self._saved), made.places[-1]))
 
     def returned(self, result: Any) -> dict[str, weakref.ref[torch.UntypedStorage]]:
-        """Return the storages of what backward needs and the block returned, by the names of these values."""
+        """Return the storages of returned values that backward needs, by name."""
         storages = {id(storage) for storage in storages_of(list(tensors_in(result)))}
         needed = [made for made in self._made if self._info(made) is not None]
         return {self._name(made): made.storage for made in needed if id(made.storage()) in storages}
 
     def storages(self) -> dict[str, weakref.ref[torch.UntypedStorage]]:
-        """Return the storages of values, by their names."""
+        """Return the storages of values, by name."""
         return {self._name(made): made.storage for made in self._made}
 
     def note_made(self, made: _Made) -> None:
-        """Take down a storage that an operator made."""
+        """Record a storage that an operator made."""
         self._made.append(made)
 
     def note_cast(self) -> None:
@@ -146,15 +147,15 @@ class BlockStructure:
         self._made[-1].is_cast_of_parameter = True
 
     def saved_cast_bytes(self) -> int:
-        """Return the bytes of the casts of parameters that the block made and backward needs."""
+        """Return the bytes of the parameter casts that the block made and backward needs."""
         return sum(made.nbytes for made in self._made if made.is_cast_of_parameter and self._info(made) is not None)
 
     def bytes_held(self) -> int:
-        """Return the bytes of what lives whether it is kept or not."""
+        """Return the bytes that are alive whether they are kept or not."""
         return sum(nbytes for _, nbytes, _ in self.held())
 
     def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
-        """Return what lives whether it is kept or not: storages, their bytes, and names of what backward needs."""
+        """Return what is alive whether it is kept or not: storages, their bytes, and names of what backward needs."""
         return [
             (made.storage, made.nbytes, self._name(made) if self._info(made) is not None else None)
             for made in self._made
@@ -162,18 +163,18 @@ class BlockStructure:
         ]
 
     def casts(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str]]:
-        """Return the casts of parameters in the cache of autocast: storages, their bytes and names."""
+        """Return the parameter casts in autocast's cache: storages, their bytes and names."""
         return [(made.storage, made.nbytes, self._name(made)) for made in self._made if made.is_cached]
 
     def holds_twice_in_rerun(self) -> bool:
-        """Return whether a rerun makes again what lives already."""
+        """Return whether a rerun duplicates live values."""
         return any(made.is_held for made in self._made)
 
     def note_alive(self, result: Any) -> frozenset[Place]:
-        """Take down which of the values that were dropped are alive, the block having returned `result`.
+        """Record which dropped values are alive after the block returned `result`.
 
         Returns:
-            Their places, without those of which it is known what holds them: the cache of autocast.
+            Their places, without those known to be held by autocast's cache.
         """
         returned = {id(storage) for storage in storages_of(list(tensors_in(result)))}
         caches = torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()
@@ -185,24 +186,24 @@ class BlockStructure:
         return frozenset(made.places[0] for made in self._made if made.is_alive and not made.is_cached)
 
     def note_held(self, places: frozenset[Place]) -> None:
-        """Take down which of the values that are alive something other than the recorder holds."""
+        """Record which live values are held by something other than the recorder."""
         for made in self._made:
             made.is_held = made.is_alive and made.places[0] in places
             if made.is_alive and not made.is_held and not made.is_cached:
                 made.replayable = False
 
     def values(self) -> tuple[Value, ...]:
-        """Return what the planner is told about: the block's input, what backward needs, and what leads to it."""
+        """Return the values for the planner: the block's input, what backward needs, and what it is made from."""
         wanted = self._leading_to_saved()
         always = self.bytes_held()
         offloadable = not always and self._may_move(self.input_bytes)
-        found = [Value(BLOCK_INPUT, self.input_bytes + always, offloadable=offloadable, replayable=False)]
-        lost: set[str] = set()  # nothing keeps them, and nothing computes them again
+        values = [Value(BLOCK_INPUT, self.input_bytes + always, offloadable=offloadable, replayable=False)]
+        lost: set[str] = set()  # neither kept nor recomputable
         for made in sorted(self._made, key=lambda made: made.order):
             if id(made) in wanted:
                 info = self._info(made)
                 replayable = made.replayable and (info is None or info.replayable)
-                inputs = tuple(dict.fromkeys(self._name(each) for each in made.inputs if id(each) in wanted))
+                inputs = tuple(dict.fromkeys(self._name(source) for source in made.inputs if id(source) in wanted))
                 inputs = (BLOCK_INPUT, *inputs) if made.reads_input else inputs
                 name = self._name(made)
                 replayable = replayable and lost.isdisjoint(inputs)
@@ -210,11 +211,11 @@ class BlockStructure:
                     lost.add(name)
                 nbytes = 0 if made.is_cached or (made.is_held and info is not None) else made.nbytes
                 may_move = info is not None and self._may_move(nbytes)
-                found.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
-        return tuple(found)
+                values.append(Value(name, nbytes, made.seconds, inputs, info is not None, may_move, replayable))
+        return tuple(values)
 
     def seconds(self) -> dict[str, float]:
-        """Return what each value took to make, by all of its places."""
+        """Return the time of making each value, by all of its places."""
         return {str(place): made.seconds for made in self._made for place in made.places}
 
     def _may_move(self, nbytes: int) -> bool:
@@ -232,7 +233,7 @@ class BlockStructure:
 
 
 def is_cast_of_parameter(func: Any, args: Any) -> bool:
-    """Return whether an operator copies a parameter that is trained to another dtype, which autocast caches."""
+    """Return whether an operator casts a trained parameter to another dtype, which autocast caches."""
     if func is not torch.ops.aten._to_copy.default or not isinstance(args[0], torch.nn.Parameter):
         return False
     return args[0].requires_grad and args[0].is_leaf
@@ -248,15 +249,15 @@ def run_recorded(
 ) -> tuple[Any, BlockStructure]:
     """Run the forward of a block once; return its result, and what it made.
 
-    It runs as `apply` lets it run, so that what is audited here is not audited again when a plan runs.
+    It runs as under `apply`, so that what is audited here is not audited again when a plan runs.
 
     Args:
         argument: its input.
-        offloads: whether there is a store for what it saves.
+        offloads: whether there is a store for its saved tensors.
     """
     structure = BlockStructure(argument, offloads=offloads)
     options = CheckpointOptions(policy=structure.note_saved)
-    # Other sizes may have begun with the same operators.
+    # Calls at other sizes may have started with the same operators.
     inside = RegionOptions(counts_anew=True, looks_up_calls=True, note_compiled=structure.note_compiled)
     with structure.exchanges, _Graph(structure):
         result = checkpoint_call(forward, args, kwargs, options, inside=inside)
@@ -265,13 +266,13 @@ def run_recorded(
 
 
 def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[Place]:
-    """Run the forward of a block once with nothing recorded; return the places of what it leaves alive."""
+    """Run the forward of a block once without recording; return the places of what it leaves alive."""
     result, structure = _run_unrecorded(forward, args, kwargs, None)
     return structure.note_alive(result)
 
 
 def operator_seconds(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, float]:
-    """Run the forward of a block once with nothing recorded; return what the value of each place took to make."""
+    """Run the forward of a block once without recording; return the time of making each value, by place."""
     _, structure = _run_unrecorded(forward, args, kwargs, first_tensor((args, kwargs)))
     return structure.seconds()
 
@@ -285,7 +286,7 @@ def _run_unrecorded(
 
 
 class _Graph(ObservingMode):
-    """Notes which operators make and read which storages, and times them. Places are those that the recorder gives."""
+    """Records which operators make and read which storages, and times them. Places are those of the recorder."""
 
     def __init__(self, structure: BlockStructure) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -303,21 +304,21 @@ class _Graph(ObservingMode):
         self._calls.end()  # it holds frames
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if is_paused():  # the recorder's own: checksums
+        if is_paused():  # the recorder's own operators: checksums
             return func(*args, **(kwargs or {}))
         before = {id(storage): storage for storage in storages_of((args, kwargs or {}))}
-        given = (*args, *(kwargs or {}).values())
-        self._structure.generators.update((id(each), each) for each in given if isinstance(each, torch.Generator))
+        arguments = (*args, *(kwargs or {}).values())
+        self._structure.generators.update((id(item), item) for item in arguments if isinstance(item, torch.Generator))
         written = storages_of(written_tensors(func, args, kwargs or {})) if func._schema.is_mutable else ()
-        self._structure.written.update((id(each), each) for each in written if self._known(each) is None)
+        self._structure.written.update((id(item), item) for item in written if self._known(item) is None)
         place = self._place(func)
         start = devices.moment(self._structure.device)
         result = func(*args, **(kwargs or {}))
         seconds = devices.seconds_between(start, devices.moment(self._structure.device))
-        read = [found for storage in before.values() if (found := self._known(storage)) is not None]
+        read = [known for storage in before.values() if (known := self._known(storage)) is not None]
         reads_input = self._structure.input is not None and id(self._structure.input()) in before
         results = result if isinstance(result, (tuple, list)) else (result,)
-        new = {index: storage for index, each in enumerate(results) for storage in storages_of(each)}
+        new = {index: storage for index, item in enumerate(results) for storage in storages_of(item)}
         new = {index: storage for index, storage in new.items() if id(storage) not in before}
         if place is None:
             return result
@@ -334,9 +335,9 @@ class _Graph(ObservingMode):
         return made if made is not None and made.storage() is storage else None
 
     def _place(self, func: Any) -> Place | None:
-        """Return the place of the first result of an operator that runs; None: it makes views."""
+        """Return the place of the first result of the current operator; None: it makes views."""
         operator = operator_of(func)
-        if getattr(operator, "is_view", False):  # the recorder counts no calls that run nothing else
+        if getattr(operator, "is_view", False):  # the recorder does not count calls that only make views
             return None
         module, call, occurrence = look_up_call(self._calls, operator)
         return Place(module, operator.name, occurrence, call=call)
@@ -361,8 +362,8 @@ class _Graph(ObservingMode):
                 reference,
                 reads_input=reads_input,
             )
-            for each in read:
-                each.is_read = True
+            for source in read:
+                source.is_read = True
             self._num_made += 1
             self._by_storage[id(storage)] = made
             self._structure.note_made(made)
@@ -370,9 +371,9 @@ class _Graph(ObservingMode):
     def _note_written(
         self, place: Place, args: tuple[Any, ...], seconds: float, read: list[_Made], reads_input: bool
     ) -> None:
-        """An operator in place: its first argument is what it writes to (Rule 2)."""
+        """Record an in-place operator: its first argument is what it writes to."""
         written = next(
-            (found for storage in storages_of(args[:1]) if (found := self._known(storage)) is not None), None
+            (known for storage in storages_of(args[:1]) if (known := self._known(storage)) is not None), None
         )
         if written is None:
             return

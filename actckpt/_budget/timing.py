@@ -1,18 +1,19 @@
-"""How long a block takes that is set apart: forward and backward as they are, recorded and replayed, and run again.
+"""The times of an isolated block: plain forward and backward, recorded and replayed, and rerun.
 
-NOTE [ Timing a rerun ]
+A rerun is timed from its start to its end. It ends before the forward would, once it has all values that it must
+restore.
 
-Rule 1. A rerun is timed from its begin to its end, which comes before that of the forward where it has all that it is
-        to bring back.
-Rule 2. What is saved and brought back on top takes time for each value. It is what forward and backward take longer
-        than plain ones in a region that runs again, less the rerun. A difference of times is lost in what else the
-        machine does where a block takes long, but then it is small: no more counts than so much for each value.
-Rule 3. In training a device is busy when a block begins, and computes while the host gives it more. So it is given the
-        same block once before, and nobody waits. What the host takes to give it all counts where that is longer than
-        what the device takes: in a row of such blocks the device waits for the host, in forward or in backward.
-Rule 4. What the host takes longer for each value that is offloaded is measured with some of them. How much longer a
-        block takes where all are offloaded, since the device no longer hides it, is shared out to them: a sum over
-        values cannot say that the first ones are free. Copies are not part of it, nor is waiting for them.
+Saving and restoring costs additional time per value: the extra time of forward and backward in a rerun region over
+plain ones, minus the rerun. For a block that takes long, noise may exceed this difference, but then it is small. So it
+is capped per value.
+
+In training a device is busy when a block starts, and computes while the host issues more. So the same block is issued
+once before, without waiting. The host's time to issue the work counts if it exceeds the device's: in a series of such
+blocks the device waits for the host, in forward or in backward.
+
+The host's extra time per offloaded value is measured with some values. If all are offloaded, the device may no longer
+hide it. The extra time of the block is then distributed over them: a sum over values cannot express that the first ones
+are free. Copies, and waiting for them, are not included.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from actckpt._core.storages import tensors_in
 
 __all__ = ["Offloading", "Run", "Runs", "Times", "fastest"]
 
-#: The fastest of some runs counts: whatever else the machine does can only add to it. At least so many are timed, and
-#: others as long as all together take less than so many seconds.
+#: The fastest run counts: noise only adds time. At least this many runs are timed, at most this many, and no more once
+#: all together have taken this many seconds.
 _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 5, 0.1
-#: Most that saving and bringing back one more value takes.
+#: Maximum time to save and restore one more value.
 _MOST_PER_SAVED_S = 5e-6
 
 
 class Run(NamedTuple):
-    """One run of a block that is set apart."""
+    """One run of an isolated block."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
@@ -52,7 +53,7 @@ class Run(NamedTuple):
         return self.forward(*self.args, **self.kwargs)
 
     def roots(self) -> list[Tensor]:
-        """Run forward; return what backward begins with."""
+        """Run forward; return the roots of backward."""
         return [tensor for tensor in tensors_in(self.call()) if tensor.requires_grad]
 
     def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
@@ -61,7 +62,7 @@ class Run(NamedTuple):
             torch.autograd.backward(roots, gradients, inputs=self.leaves)
 
 
-#: Sets a block apart for one run.
+#: Isolates a block for one run.
 Runs = Callable[[], "contextlib.AbstractContextManager[Run]"]
 
 
@@ -70,12 +71,12 @@ class Times(NamedTuple):
 
     forward_s: float
     backward_s: float
-    #: The same where operators are recorded, and replayed.
+    #: The same with recorded and replayed operators.
     recorded_s: float
     replaying_s: float
-    #: What the block takes longer where it runs again in backward; None: it may not.
+    #: Extra time if the block is rerun in backward; None: it must not be.
     rerun_s: float | None
-    #: What it takes longer for each value that is offloaded, beside the copies.
+    #: Extra time for each offloaded value, without the copies.
     offload_s: float = 0.0
 
 
@@ -83,7 +84,7 @@ class Offloading(NamedTuple):
     """A block that offloads some of its values, and keeps the others."""
 
     runs: Runs
-    #: How many it offloads, and how many it could.
+    #: How many values it offloads, and how many it could.
     num_offloaded: int
     num_offloadable: int
 
@@ -97,14 +98,15 @@ def fastest(
     num_values: int,
     offloading: Offloading | None = None,
 ) -> Times:
-    """Return the least times of some runs in turns.
+    """Return the least times of several runs, which alternate.
 
     Args:
-        plain, recorded, rerun: the block as it is, in a region that replays, and in one that runs again. The first run
-            in each region does not count: it is audited, or meets what is new.
+        plain, recorded, rerun: the block as it is, in a region that replays, and in one that reruns. The first run in
+            each
+            region does not count: it is audited, or meets new code.
         device: of the block.
-        num_values: how many values it has.
-        offloading: the block in a region that offloads; None: what that takes the host is not asked for.
+        num_values: number of its values.
+        offloading: the block in a region that offloads; None: the host's time for that is not measured.
     """
     ways: list[Callable[[], tuple[_Span, ...]]] = [functools.partial(_timed, way, device) for way in (plain, recorded)]
     if rerun is not None:
@@ -116,9 +118,9 @@ def fastest(
     (forward, backward), (recording, replaying), *others = _in_turns(ways)
     rerun_s, offload_s = None, 0.0
     if rerun is not None:
-        *spans, alone = others.pop(0)
+        *spans, rerun_span = others.pop(0)
         longer_s = sum(span.seconds for span in spans) - forward.seconds - backward.seconds
-        rerun_s = min(max(longer_s, alone.seconds), alone.seconds + num_values * _MOST_PER_SAVED_S)
+        rerun_s = min(max(longer_s, rerun_span.seconds), rerun_span.seconds + num_values * _MOST_PER_SAVED_S)
     if offloading is not None:
         pairs = zip((recording, backward), others.pop(), strict=True)
         offload_s = sum(_per_offloaded_s(usual, with_some, offloading) for usual, with_some in pairs)
@@ -126,11 +128,11 @@ def fastest(
 
 
 def _per_offloaded_s(usual: _Span, with_some: _Span, offloading: Offloading) -> float:
-    """Return what forward or backward takes longer for each value that is offloaded (Rule 4).
+    """Return the extra time of forward or backward for each offloaded value.
 
     Args:
-        usual: what it takes where none is.
-        with_some: the same with some.
+        usual: time without offloading.
+        with_some: time with some offloaded values.
     """
     host_s = max(with_some.host_s - usual.host_s, 0.0) / offloading.num_offloaded
     num = offloading.num_offloadable
@@ -138,17 +140,17 @@ def _per_offloaded_s(usual: _Span, with_some: _Span, offloading: Offloading) -> 
 
 
 def _in_turns(timed: Sequence[Callable[[], tuple[_Span, ...]]]) -> list[tuple[_Span, ...]]:
-    """Return the least that each of these takes, in several turns."""
+    """Return the least times of each of these, over several rounds."""
     turns: list[list[tuple[_Span, ...]]] = []
     spent_s = 0.0
     while len(turns) < _LEAST_TIMED or (len(turns) < _MOST_TIMED and spent_s < _TIMED_S):
-        turns.append([each() for each in timed])
+        turns.append([measure() for measure in timed])
         spent_s += sum(span.seconds for spans in turns[-1] for span in spans)
-    return [tuple(map(_least, zip(*found, strict=True))) for found in zip(*turns, strict=True)]
+    return [tuple(map(_least, zip(*rounds, strict=True))) for rounds in zip(*turns, strict=True)]
 
 
 class _Span(NamedTuple):
-    """What some work took the host, and the slower one of host and device (Rule 3)."""
+    """Time of some work on the host, and the longer one of host and device."""
 
     host_s: float
     seconds: float
@@ -159,7 +161,7 @@ def _least(spans: Iterable[_Span]) -> _Span:
 
 
 class _Moment(NamedTuple):
-    """A point in the work of the host and in that of the device."""
+    """A point in the work of the host and of the device."""
 
     host_s: float
     device: devices.Moment
@@ -169,7 +171,7 @@ class _Moment(NamedTuple):
         return cls(devices.host_seconds(device), devices.moment(device))
 
     def until(self, later: _Moment) -> _Span:
-        """Return what the work between two moments took."""
+        """Return the time of the work between two moments."""
         host_s = later.host_s - self.host_s
         return _Span(host_s, max(host_s, devices.seconds_between(self.device, later.device)))
 
@@ -177,9 +179,9 @@ class _Moment(NamedTuple):
 def _timed(
     runs: Runs, device: torch.device, watch: contextlib.AbstractContextManager[object] | None = None
 ) -> tuple[_Span, _Span]:
-    """Return what forward and backward take; `watch` is around the run that counts."""
+    """Return the times of forward and backward; `watch` is around the run that counts."""
     devices.synchronize(device)
-    if devices.accelerator_of(device.type) is not None:  # Rule 3
+    if devices.accelerator_of(device.type) is not None:  # keep the device busy
         with runs() as ahead:
             _backward(ahead, ahead.roots())
     with runs() as run, watch or contextlib.nullcontext():
@@ -196,14 +198,14 @@ def _backward(run: Run, roots: list[Tensor]) -> None:
 
 
 def _timed_rerun(runs: Runs, device: torch.device) -> tuple[_Span, _Span, _Span]:
-    """Return what forward, backward and the rerun in it take; nothing for the last where none begins."""
+    """Return the times of forward, backward and the rerun in it; zero for the last if no rerun starts."""
     timer = _Timer(device)
     forward, backward = _timed(runs, device, timer.registered())
     return forward, backward, _Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1])
 
 
 class _Timer(extensions.Extension):
-    """Times the rerun of the first region that this thread opens: those inside of it are parts of it."""
+    """Times the rerun of the first region that this thread opens; nested reruns are part of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._thread = device, threading.get_ident()
@@ -212,7 +214,7 @@ class _Timer(extensions.Extension):
 
     @contextlib.contextmanager
     def registered(self) -> Iterator[None]:
-        """Watch what regions are opened inside."""
+        """Watch regions opened inside the body."""
         extensions.register(self)
         try:
             yield
@@ -220,7 +222,7 @@ class _Timer(extensions.Extension):
             extensions.unregister(self)
 
     def capture(self) -> Any:
-        """Take the first region."""
+        """Claim the first region."""
         if self._is_taken or threading.get_ident() != self._thread:
             return None
         self._is_taken = True
@@ -228,7 +230,7 @@ class _Timer(extensions.Extension):
 
     @contextlib.contextmanager
     def rerun(self, _: Any, /) -> Iterator[None]:
-        """Time what runs inside."""
+        """Time the body."""
         began = _Moment.now(self._device)
         try:
             yield

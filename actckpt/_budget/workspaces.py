@@ -1,4 +1,4 @@
-"""What a device has at most at once while some code runs: what lives, and the workspaces of operators."""
+"""The peak of device memory while some code runs: live storages, and workspaces of operators."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["WorkingStorages"]
 
 
 class WorkingStorages(LiveStorages):
-    """Counts what lives, and in its peak also the workspaces of operators, as far as an allocator tells them.
+    """Counts live storages; its peak includes the workspaces of operators, as far as allocator statistics show them.
 
-    What the allocator gave out while an operator ran is the most that this can have held at once: its workspaces may
-    have been there one after the other. Where the allocator's own peak tells that it was less, that counts.
+    The bytes allocated while an operator ran are an upper bound: its workspaces may have existed one after the other.
+    If the allocator's own peak is lower, that counts.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,17 +43,17 @@ class WorkingStorages(LiveStorages):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes since the start or the last `reset_peak`."""
+        """Peak bytes since the start or the last `reset_peak`."""
         return max(self._most_bytes, self._peak_bytes)
 
     def reset_peak(self) -> None:
-        """Start the peak again from what is alive now."""
+        """Reset the peak to the live bytes."""
         super().reset_peak()
         self._most_bytes = 0
 
     @contextmanager
     def section(self) -> Iterator[None]:
-        """Count what runs inside, nothing of which was given out before or lives on unseen."""
+        """Count what runs in the body; nothing in it was allocated before, or stays alive unseen."""
         allocator = self._allocator
         with self:
             if allocator is None:
@@ -65,6 +65,6 @@ class WorkingStorages(LiveStorages):
             yield
         peak_bytes = allocator.peak_bytes(self._device)
         seen_bytes = peak_bytes - started_bytes
-        if peak_bytes == before_bytes:  # it was no more than that
+        if peak_bytes == before_bytes:  # the allocator's peak did not rise
             seen_bytes = min(seen_bytes, self._most_bytes)
         self._most_bytes = max(most_bytes, seen_bytes)

@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
         policies = default_policies(offloads=offloads(training.model)) if policies is None else policies
         policies |= {f"{name.replace('_', ' ')} {getattr(args, name)}": {name: size} for name, size in budget.items()}
         of = "" if budget else f" of {(len(policies) + 1) * (args.rounds + 2)}"
-        given: dict[str, Any] = {"policies": policies, "blocks": args.blocks, "optimizer": training.optimizers}
-        found = compare(training.step(say, of), model=training.model, rounds=args.rounds, **given)
-    print(json.dumps(found.as_dict(), indent=1) if args.json else found.table())
-    return 0 if all(row.same_bits for row in found.rows) else 1
+        options: dict[str, Any] = {"policies": policies, "blocks": args.blocks, "optimizer": training.optimizers}
+        comparison = compare(training.step(say, of), model=training.model, rounds=args.rounds, **options)
+    print(json.dumps(comparison.as_dict(), indent=1) if args.json else comparison.table())
+    return 0 if all(row.same_bits for row in comparison.rows) else 1

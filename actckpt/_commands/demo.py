@@ -11,7 +11,7 @@ from actckpt._commands.messages import as_options, number, reason, whole_number
 
 __all__ = ["add_demo"]
 
-#: With their defaults.
+#: Options with their defaults.
 _NUMBERS = (
     ("steps", 20, "optimizer steps per method"),
     ("layers", 8, "transformer blocks"),
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
         device = devices.usable(args.device)
         options = Options(dropout=args.dropout, device=device, activation_budgets=args.activation_budget, **numbers)
         return run(options, out=args.out, prints_json=hasattr(args, "json"), draws=not hasattr(args, "no_plot"))
-    except BrokenPipeError:  # the command line knows the exit status for it
+    except BrokenPipeError:  # the command line sets the exit status for it
         raise
     except (ValueError, OSError) as error:
         fail(as_options(reason(error)))

@@ -1,4 +1,4 @@
-"""`actckpt estimate script.py`: what a step would hold and take on a device, and the largest size that fits."""
+"""`actckpt estimate script.py`: memory and time of a step on a device, and the largest size that fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_estimate"]
 
 _RESERVE = 0.05
 _SEQUENCE_TOLERANCE = 0.005
-#: Torch's, of models that copy their layers (`TransformerEncoder`): it asks each copied tensor for its address.
+#: A torch warning for models that copy their layers (`TransformerEncoder`): each copy reads the tensor's address.
 _COPIES = "Accessing the data pointer of FakeTensor is deprecated"
 
 _EPILOG = f"""\
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise where an option would be ignored, or is no size."""
+    """Raise if an option would be ignored, or is no size."""
     if args.find is not None and (size := getattr(args, args.find)) is not None:
         raise ValueError(f"--{args.find} {size} beside --find {args.find}, which looks for it. Leave one of them out.")
     if args.budget is not None and args.find is None:
@@ -113,14 +113,14 @@ class _Command:
         from actckpt.estimation import checked_options
 
         blocks = self._args.blocks
-        return {name: checked_options(each, blocks, f"--policy {name}") for name, each in self._policies.items()}
+        return {name: checked_options(policy, blocks, f"--policy {name}") for name, policy in self._policies.items()}
 
     def estimate(self) -> int:
         """Print the estimate of one size."""
         from actckpt.estimation import estimate_with
 
-        found = estimate_with(self._stepper, self._step(), self._target, self._options(), self._say)
-        print(json.dumps(found.as_dict(), indent=1) if self._args.json else found.table())
+        estimate = estimate_with(self._stepper, self._step(), self._target, self._options(), self._say)
+        print(json.dumps(estimate.as_dict(), indent=1) if self._args.json else estimate.table())
         return 0
 
     def find(self) -> int:
@@ -136,16 +136,16 @@ class _Command:
         from actckpt._estimate.largest import largest_that_fits
 
         what = self._args.find
-        found: dict[int, Any] = {}
+        figures_by_size: dict[int, Any] = {}
 
         def peak(size: int) -> int:
             self._say(f"{name}, {what} {size}")
-            found[size] = self._stepper.run(self._step(**{what: size}), options)
-            return int(found[size].total_peak_bytes)
+            figures_by_size[size] = self._stepper.run(self._step(**{what: size}), options)
+            return int(figures_by_size[size].total_peak_bytes)
 
         tolerance = _SEQUENCE_TOLERANCE if what == "seq" else 0.0
         size = largest_that_fits(peak, self._budget, tolerance=tolerance)
-        figures = found[size or 1]
+        figures = figures_by_size[size or 1]
         seconds = figures.busy_seconds + figures.stall_seconds
         return {"name": name, "size": size, "total_peak_bytes": figures.total_peak_bytes, "seconds": seconds}
 
@@ -164,5 +164,5 @@ def _target(args: argparse.Namespace) -> Any:
     from actckpt._estimate.targets import named_target
 
     rates = {"flops_per_s": args.flops, "memory_bytes_per_s": args.bandwidth, "link_bytes_per_s": args.link}
-    given = {name: rate for name, rate in rates.items() if rate is not None}
-    return dataclasses.replace(named_target(args.target), **given)
+    changes = {name: rate for name, rate in rates.items() if rate is not None}
+    return dataclasses.replace(named_target(args.target), **changes)

@@ -1,4 +1,4 @@
-"""What commands say on the standard error stream."""
+"""Messages of commands on standard error."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _QUIET_SECONDS = 2.0
 
 @contextlib.contextmanager
 def slow(who: str, what: str) -> Iterator[Callable[[str], None]]:
-    """Say what is under way, once it takes longer than two seconds, and again each two seconds where that has changed.
+    """Print the current work if it takes longer than two seconds, and every two seconds if it has changed.
 
-    The value is told what is under way from now on.
+    Yields a function to set the current work.
     """
     under_way, ended = [what], threading.Event()
 
     def tell() -> None:
-        told = None
+        printed = None
         while not ended.wait(_QUIET_SECONDS):
-            if told != under_way[0]:
-                told = under_way[0]
-                print(f"{who}: {told} ...", file=sys.stderr, flush=True)
+            if printed != under_way[0]:
+                printed = under_way[0]
+                print(f"{who}: {printed} ...", file=sys.stderr, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)
     teller.start()
@@ -55,7 +55,7 @@ def slow(who: str, what: str) -> Iterator[Callable[[str], None]]:
 
 
 def check_unit(budget: str) -> None:
-    """Raise where a budget is a number alone, or a share.
+    """Raise if a budget is a plain number, or a share.
 
     Raises:
         ValueError: it is one; says what to pass.
@@ -70,21 +70,21 @@ def check_unit(budget: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an error; of one about a file, which file, and why."""
+    """Return the text of an error; for a file error, which file, and why."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)
 
 
 def as_options(text: str) -> str:
-    """Return an error's words about budgets with the options in the place of keywords."""
+    """Return an error's text about budgets with options instead of keywords."""
     return re.sub(
-        r"(?<![\w-])(activation_)?budget=", lambda found: f"--{(found[1] or '').replace('_', '-')}budget ", text
+        r"(?<![\w-])(activation_)?budget=", lambda match: f"--{(match[1] or '').replace('_', '-')}budget ", text
     )
 
 
 def none_fits(args: argparse.Namespace, error: Exception) -> int:
-    """Say that no plan fits, and which budget would do; return the status to exit with."""
+    """Print that no plan fits, and which budget would suffice; return the exit status."""
     option = "--activation-budget" if getattr(args, "budget", None) is None else "--budget"
     smallest_bytes: float | None = getattr(error, "smallest_bytes", None)
     least = "" if smallest_bytes is None else f" Try {option} {math.ceil(smallest_bytes / 2**10)}KiB."
@@ -93,7 +93,7 @@ def none_fits(args: argparse.Namespace, error: Exception) -> int:
 
 
 def not_read(words: Iterable[str], known: Iterable[str]) -> str:
-    """Say which words of the command line mean nothing, and which options may have been meant."""
+    """Return which words of the command line are unknown, and which options may have been meant."""
     options = [word.partition("=")[0] for word in words if word.startswith("-")]
     if not options:
         return f"unexpected {' '.join(words)}: it stands for no option and no argument"
@@ -104,15 +104,15 @@ def not_read(words: Iterable[str], known: Iterable[str]) -> str:
 
 
 def explained_choice(message: str) -> str:
-    """Add to argparse's words about an unknown choice the nearest one."""
-    found = re.search(r"invalid choice: '?([^'\s]+)'? \(choose from (.*)\)", message)
-    if found is None:
+    """Add the nearest choice to argparse's text about an unknown one."""
+    match = re.search(r"invalid choice: '?([^'\s]+)'? \(choose from (.*)\)", message)
+    if match is None:
         return message
-    return message + did_you_mean([found[1]], re.findall(r"[\w-]+", found[2]))
+    return message + did_you_mean([match[1]], re.findall(r"[\w-]+", match[2]))
 
 
 def unexpected(error: BaseException, path: str) -> str | None:
-    """Return where a script raised an error, and what; None where the script was not running."""
+    """Return where a script raised an error, and what; None if the script was not running."""
     line, traceback = None, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == path:

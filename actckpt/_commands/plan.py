@@ -1,4 +1,4 @@
-"""`actckpt plan` and `actckpt explain`: make a plan for a memory budget, and say what one does."""
+"""`actckpt plan` and `actckpt explain`: make a plan for a memory budget, and show one."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _of_script(args: argparse.Namespace) -> Any:
         raise ValueError("A plan is made for a budget. Pass --budget 24GiB, or --activation-budget 60%")
     with slow(args.parser.prog, "making the model") as say:
         training = Training(args, "plan")
-        given: dict[str, Any] = {"blocks": args.blocks, "optimizer": training.optimizers, **budget}
-        return plan(training.step(say), model=training.model, **given)
+        options: dict[str, Any] = {"blocks": args.blocks, "optimizer": training.optimizers, **budget}
+        return plan(training.step(say), model=training.model, **options)
 
 
 def _of_costs(args: argparse.Namespace) -> Any:
@@ -106,8 +106,8 @@ def _of_costs(args: argparse.Namespace) -> Any:
         )
     if "plan_version" in content:
         raise ValueError(f"{args.file} is a plan. To show it: actckpt explain {args.file}")
-    if given := [f"--{name.replace('_', '-')}" for name in _ONLY_SCRIPTS if getattr(args, name) is not None]:
-        raise ValueError(f"{args.file} is a table of costs, and {', '.join(given)} for scripts. Leave that out")
+    if ignored := [f"--{name.replace('_', '-')}" for name in _ONLY_SCRIPTS if getattr(args, name) is not None]:
+        raise ValueError(f"{args.file} is a table of costs, and {', '.join(ignored)} for scripts. Leave that out")
     if args.budget is None:
         raise ValueError(f"{args.file} is a table of costs. Pass --budget, for example --budget 24GiB")
     check_unit(args.budget)
@@ -116,7 +116,7 @@ def _of_costs(args: argparse.Namespace) -> Any:
 
 
 def _show(args: argparse.Namespace, plan: Any) -> int:
-    """Print a plan, and draw it where that is asked for."""
+    """Print a plan, and plot it if requested."""
     with slow(args.parser.prog, "explaining it, with plans for other budgets") as say:
         print(json.dumps(plan.to_dict(), indent=1) if args.json else f"{plan.explain()}\n\n{plan.table()}")
         if args.plot is not None:

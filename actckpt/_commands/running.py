@@ -1,4 +1,4 @@
-"""Steps of scripts that run for real, on a device of this machine."""
+"""Steps of scripts that really run, on a device of this machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ model's parameters. An optimizer that the script defines has its state, as after
 
 
 def add_running(parser: argparse.ArgumentParser) -> None:
-    """Add what says how a step runs, and its budget for activations."""
+    """Add the options for running a step, and its activation budget."""
     add_sizes(parser)
     add_device(parser)
     parser.add_argument(
@@ -39,16 +39,16 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def budget_of(args: argparse.Namespace) -> dict[str, float | str]:
-    """Return the budget of the command line as a keyword of `actckpt.plan`; nothing where there is none.
+    """Return the budget of the command line as a keyword of `actckpt.plan`; empty if there is none.
 
     Raises:
         ValueError: there are two.
     """
-    given = {name: getattr(args, name) for name in ("budget", "activation_budget") if getattr(args, name) is not None}
-    if len(given) == 2:
+    budgets = {name: getattr(args, name) for name in ("budget", "activation_budget") if getattr(args, name) is not None}
+    if len(budgets) == 2:
         raise ValueError("--budget and --activation-budget are both given. Pass one of them.")
-    share = number_in(given.get("budget", ""))
-    return {"budget": share} if share is not None and 0 < share <= 1 else given
+    share = number_in(budgets.get("budget", ""))
+    return {"budget": share} if share is not None and 0 < share <= 1 else budgets
 
 
 class Training:
@@ -68,7 +68,7 @@ class Training:
         self._step = script.step(self.model, sizes)
 
     def step(self, say: Callable[[str], object], of: str = "") -> Callable[[], object]:
-        """Return the step, each run of which is told to `say`."""
+        """Return the step; each run calls `say`."""
         numbers = itertools.count(1)
 
         def run() -> object:
@@ -82,7 +82,7 @@ def _place(model: Any, name: str | None) -> None:
     """Move a model to the device on which it trains.
 
     Raises:
-        ValueError: the device cannot be used here, or cannot take the model.
+        ValueError: the device is not usable here, or not for the model.
     """
     from actckpt._core.devices import usable
 
@@ -102,7 +102,7 @@ def _place(model: Any, name: str | None) -> None:
 
 
 def _make_states(model: Any, optimizers: tuple[Any, ...]) -> None:
-    """Let optimizers make their state, as in a first step, without one: that may need more memory than there is."""
+    """Let optimizers create their state without a real first step, which may need more memory than there is."""
     import torch
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

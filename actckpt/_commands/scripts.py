@@ -1,4 +1,4 @@
-"""Scripts that commands run: what they define, and what the command line says of their steps."""
+"""Scripts that commands run: what they define, and the options for their steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ backward; it may define optimizer(model). For example:
 
 
 def add_sizes(parser: argparse.ArgumentParser, *, blocks: bool = True) -> None:
-    """Add what a step is called with, and the blocks of its model."""
+    """Add the options for the arguments of a step, and for the blocks of its model."""
     option = parser.add_argument
     option("--batch", type=whole_number, metavar="N", help="passed to step")
     option("--seq", type=whole_number, metavar="N", help="passed to step")
@@ -48,7 +48,7 @@ def add_sizes(parser: argparse.ArgumentParser, *, blocks: bool = True) -> None:
 
 
 def add_policies(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the policies that a command compares; `default` says which where none is named."""
+    """Add the option for policies; `default` describes the default ones."""
     parser.add_argument(
         "--policy",
         action="append",
@@ -60,10 +60,10 @@ def add_policies(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Let a command with a `file` leave with one line where an argument or the file is wrong, or where no plan fits."""
+    """Make a command with a `file` exit with one line if an argument or the file is invalid, or if no plan fits."""
 
     @functools.wraps(run)
-    def told(args: argparse.Namespace) -> int:
+    def run_in_one_line(args: argparse.Namespace) -> int:
         try:
             return run(args)
         except BrokenPipeError:
@@ -79,24 +79,24 @@ def in_one_line(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.
             fail: Callable[[str], NoReturn] = args.parser.error
             fail(raised or as_options(reason(error)).replace("optimizer=...", "by optimizer(model) in the script"))
 
-    return told
+    return run_in_one_line
 
 
 def sizes_of(args: argparse.Namespace) -> dict[str, int]:
-    """Return what the step is called with.
+    """Return the arguments of the step.
 
     Raises:
         ValueError: a size is below 1.
     """
-    given = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name) is not None}
-    for name, size in given.items():
+    sizes = {name: getattr(args, name) for name in ("batch", "seq") if getattr(args, name) is not None}
+    for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"--{name} is {size}, but must be at least 1.")
-    return given
+    return sizes
 
 
 class Script:
-    """A script that was run. What it prints goes to the standard error stream, and not between figures or into JSON.
+    """A script that was run. Its output goes to standard error, not between results or into JSON.
 
     Raises:
         ValueError: it is no file, or does not define `model()` and `step()`.
@@ -120,10 +120,10 @@ class Script:
         return model
 
     def optimizers(self, model: Any, who: str) -> tuple[Any, ...]:
-        """Return the optimizers of a model, none where the script defines none.
+        """Return the optimizers of a model; empty if the script defines none.
 
         Raises:
-            ValueError: what the script returns is none of this model.
+            ValueError: the script returns something else.
         """
         from actckpt._core.optimizers import optimizers_of
 
@@ -160,10 +160,10 @@ class Script:
 
 
 def _called(path: Path, name: str, function: Callable[[], Any]) -> Any:
-    """Call a function of a script that takes nothing.
+    """Call a script's function that takes no arguments.
 
     Raises:
-        ValueError: it takes something, or is a module.
+        ValueError: it takes some, or is a module.
     """
     if hasattr(function, "named_modules") and not isinstance(function, type):
         raise ValueError(
@@ -173,7 +173,7 @@ def _called(path: Path, name: str, function: Callable[[], Any]) -> Any:
         inspect.signature(function).bind()
     except TypeError as error:
         raise ValueError(f"{path}: {name}() takes arguments ({error}). Define it without any.") from None
-    except ValueError:  # a builtin, which has no signature
+    except ValueError:  # a builtin without a signature
         pass
     return function()
 
@@ -202,20 +202,20 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def policies_of(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the policies of the command line; None where it names none.
+    """Return the policies of the command line; None if it names none.
 
     Raises:
-        OSError: the file of a plan cannot be read.
-        ValueError: a name is none.
+        OSError: a plan's file cannot be read.
+        ValueError: a name is invalid.
     """
     from actckpt.comparison import PLAIN, default_policies
 
     if args.policy is None:
         return None
     known = default_policies(offloads=True)
-    given = dict.fromkeys(args.policy)
-    given.pop(PLAIN, None)  # which always has a row
-    return {name: known[name] if name in known else policy_named(name) for name in given}
+    names = dict.fromkeys(args.policy)
+    names.pop(PLAIN, None)  # always has a row
+    return {name: known[name] if name in known else policy_named(name) for name in names}
 
 
 def policy_named(name: str) -> Any:
@@ -225,7 +225,7 @@ def policy_named(name: str) -> Any:
 
     if name.endswith(".json"):
         return Plan.load(name)
-    if "." in name or "," in name:  # known once the script has run: it may define them
+    if "." in name or "," in name:  # resolved after the script has run: it may define them
         return [op.strip() for op in name.split(",")]
-    choice_of(name)  # raises if it is none
+    choice_of(name)  # raises if it is invalid
     return name

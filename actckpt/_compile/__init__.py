@@ -1,1 +1,1 @@
-"""torch.compile: what a compiled function runs in place of regions."""
+"""torch.compile: what a compiled function runs instead of regions."""

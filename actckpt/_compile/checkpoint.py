@@ -24,14 +24,14 @@ _MOVES_NOTHING = (
     f"torch.compile of torch {torch.__version__} moves nothing: keep or recompute it, or keep this call out of the "
     "compiled function."
 )
-#: What is said of a policy that torch's form cannot say.
+#: Error text for a policy that torch's checkpoint cannot express.
 _BY_OPERATOR = (
     "actckpt.checkpoint: this policy cannot be honoured under torch.compile. Pass 'recompute', 'keep', 'attention', "
     "'matmuls', a list of operators to keep, a PerOp of keep and recompute, or a policy function of torch's form, "
     f"policy(ctx, op, *args, **kwargs). To offload: {_MOVES_NOTHING}"
 )
-#: Of torch 2.9, which cannot hold such a policy as a constant. Goes with it.
-_TAKES_OBJECTS = torch.__version__ >= "2.10"  # which compares versions, not texts
+#: torch 2.9 cannot hold such a policy as a constant. Delete with torch 2.9.
+_TAKES_OBJECTS = torch.__version__ >= "2.10"  # compares versions, not texts
 _NO_OBJECT = (
     f"actckpt.checkpoint: torch.compile of torch {torch.__version__} takes no callable object and no method as policy. "
     "Pass a function, policy(ctx, op, *args, **kwargs), or keep this call out of the compiled function."
@@ -51,10 +51,10 @@ _NEVER = object()
 def compiled_checkpoint(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: CheckpointOptions
 ) -> Any:
-    """Under torch.compile: torch's own checkpoint, which the compiler knows as one operator.
+    """Run torch's own checkpoint under torch.compile, which knows it as one operator.
 
-    The compiler ignores determinism_check, preserve_rng_state (always on) and early_stop (always off):
-    none of them changes a result there. What would change it raises.
+    The compiler ignores determinism_check, preserve_rng_state (always on) and early_stop (always off): none of them
+    changes a result there. Options that would change one raise.
     """
     policy, context_fn = options.policy, options.context_fn
     if options.use_reentrant:
@@ -78,8 +78,8 @@ def compiled_checkpoint(
 
 
 def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict[str, Any]:
-    """Return those keywords for torch's checkpoint that the compiler, or an older torch, does not take."""
-    given: dict[str, Any] = {}
+    """Return keyword arguments for torch's checkpoint that the compiler, or an older torch, may not accept."""
+    passed: dict[str, Any] = {}
     respects_hooks = options.respect_saved_tensors_hooks
     if respects_hooks is not None:
         if "respect_saved_tensors_hooks" not in TORCH_PARAMETERS:
@@ -87,12 +87,12 @@ def _only_where_given(options: CheckpointOptions, context_fn: ContextFn) -> dict
                 f"checkpoint: respect_saved_tensors_hooks={respects_hooks} cannot be honoured under "
                 f"torch.compile with torch {torch.__version__}, whose checkpoint does not have it. Leave it out."
             )
-        given["respect_saved_tensors_hooks"] = respects_hooks
+        passed["respect_saved_tensors_hooks"] = respects_hooks
     if context_fn is not noop_context_fn:
-        given["context_fn"] = context_fn
+        passed["context_fn"] = context_fn
     if options.debug:
-        given["debug"] = True
-    return given
+        passed["debug"] = True
+    return passed
 
 
 def why_eager(options: CheckpointOptions) -> str:
@@ -107,7 +107,7 @@ def why_eager(options: CheckpointOptions) -> str:
 
 
 def _goes_by_operator(policy: Any) -> bool:
-    """Whether torch's form can say a policy, as far as can be told without asking it; the compiler traces this."""
+    """Whether torch's checkpoint can express a policy, as far as known without calling it; the compiler traces this."""
     if policy is None or isinstance(policy, (list, tuple, set, frozenset)):
         return True
     if isinstance(policy, (str, Action)):
@@ -123,9 +123,9 @@ def _goes_by_operator(policy: Any) -> bool:
 
 
 def _contexts_by(policy: Any) -> ContextFn:
-    """Return the `context_fn` of a policy that goes by operator; the compiler traces this.
+    """Return the `context_fn` of a policy by operator; the compiler traces this.
 
-    It hands on functions and plain values; torch 2.9 takes no other objects, so a PerOp is taken apart.
+    It passes functions and plain values; torch 2.9 accepts no other objects, so a PerOp is passed as its fields.
     """
     if isinstance(policy, PerOp):
         return functools.partial(_contexts_of, tuple(policy.names.items()), policy.default)
@@ -138,9 +138,9 @@ def _contexts_of(actions: tuple[tuple[str, Action], ...], default: Action) -> An
 
 
 def _contexts(policy: Any) -> Any:
-    """Return the contexts of any other policy that goes by operator.
+    """Return the contexts of any other policy by operator.
 
-    What cannot be honoured raises here: torch's checkpoint leaves contexts entered if an operator inside of them fails.
+    An unsupported action raises here: torch's checkpoint leaves contexts entered if an operator inside of them fails.
     """
     if not callable(policy):
         return create_selective_checkpoint_contexts(functools.partial(_answer, choice_of(policy)))
@@ -150,13 +150,13 @@ def _contexts(policy: Any) -> Any:
 
 
 def _answer(choice: Choice, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Answer what the compiler asks about an operator."""
+    """Answer the compiler's query about an operator."""
     keeps = choice.of(str(op)) is Action.KEEP
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _watched_contexts(context_fn: ContextFn) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of a checkpoint; if they are selective, their policy must not want anything moved."""
+    """Return the contexts of a checkpoint; if they are selective, their policy must not offload."""
     forward, rerun = context_fn()
     policy = torch_private.selective_policy(forward)
     if policy is not None:
@@ -169,7 +169,7 @@ def _asked_by_torch(policy: Callable[..., Any], context: Any, op: Any, *args: An
 
 
 def _refuse_to_move(answer: Any, op: Any) -> Any:
-    """Return what a policy answers for an operator; raises if that is to be moved, since no compiler reads the tag."""
+    """Return a policy's answer for an operator; raises if it is to offload, since no compiler reads the tag."""
     if answer is getattr(CheckpointPolicy, "MUST_CPU_OFFLOAD", _NEVER):
         raise ValueError(f"actckpt.checkpoint: the policy answers MUST_CPU_OFFLOAD for {op}, but {_MOVES_NOTHING}")
     return answer

@@ -1,1 +1,1 @@
-"""What every way of checkpointing needs: torch's private names, state, random state, sites, subclasses, errors."""
+"""Shared by rerun, replay and offloading: torch's private names, state, random state, sites, subclasses, errors."""

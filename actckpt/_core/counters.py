@@ -1,4 +1,4 @@
-"""Counts of what the runtime has done in this process."""
+"""Counters of what the runtime has done in this process."""
 
 import threading
 from collections import Counter
@@ -7,7 +7,7 @@ __all__ = ["counters"]
 
 
 class Counters:
-    """Named sums; several threads may add."""
+    """Named sums; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""CUDA devices: the only file that knows `torch.cuda`."""
+"""CUDA devices: the only file that uses `torch.cuda`."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,12 +12,12 @@ from actckpt._core.torch_private import settings as torch_settings
 
 __all__ = ["CUDA_LIBRARY", "Cuda"]
 
-#: NVIDIA's driver, by its soname.
+#: The soname of NVIDIA's driver.
 CUDA_LIBRARY = "libcuda.so.1"
 
 
 class Cuda(Accelerator):
-    """NVIDIA's devices; AMD's have the same type, and no backend of the engine."""
+    """NVIDIA's devices. AMD's have the same device type; the engine has no backend for them."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -44,7 +44,7 @@ class Cuda(Accelerator):
         free, total = torch.cuda.mem_get_info(device)
         if not self.counts_memory:
             return free, total
-        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # this process may not have more
+        limit = int(total * torch.cuda.get_per_process_memory_fraction(device))  # the limit of this process
         return min(free, max(0, limit - torch.cuda.memory_reserved(device))), min(total, limit)
 
     def is_used(self, index: int) -> bool:

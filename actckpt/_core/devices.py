@@ -1,20 +1,18 @@
-"""Devices: what is asked of the accelerators of this process, by a device or its type.
+"""Devices: the accelerator functions that the package uses, by device or device type.
 
-NOTE [ Accelerators ]
+torch has one kind of accelerator per process (`torch.accelerator`), with any number of devices.
+`accelerator_of("cuda")` returns it; CPU and meta tensors have None. `Accelerator` uses `torch.accelerator` and the
+device module (`torch.get_device_module`), with names that torch 2.9 has. A subclass adds what these lack, as `Cuda`
+does (cuda.py).
 
-Rule 1. torch has one kind of accelerator per process (`torch.accelerator`), with any number of devices. Whoever needs
-        something of it asks here, by the type of a tensor's device: `accelerator_of("cuda")`. Tensors of the CPU, of
-        the meta device, and of what torch counts as no accelerator have None.
-Rule 2. `Accelerator` (accelerator.py) stands on `torch.accelerator` and the device's module
-        (`torch.get_device_module`), with names that torch 2.9 has. A class derived from it says what that cannot, as
-        `Cuda` does (cuda.py).
-Rule 3. Checkpoints, regions, random state and autocast need no more than that. The engine, which moves tensors to the
-        host, needs a backend (`driver_library`): a library that has the calls of csrc/engine/cuda/driver.h, under the
-        names and with the meaning of the CUDA driver's, for the same streams and addresses that torch works with. A
-        class that names it, given to `register`, is all that another accelerator takes; before torch 2.11, which tells
-        the native handles of streams, it also has `stream_handle` and `stream_at` of its own.
-Rule 4. Nothing that a forward calls waits for a device: `synchronize` and the figures of memory are for measuring, and
-        for memory that is about to be freed.
+Checkpoints, regions, random state and autocast need no more. The offload engine also needs a backend
+(`driver_library`): a library with the functions of csrc/engine/cuda/driver.h, under the CUDA driver's names and with
+its semantics, for the streams and addresses that torch uses. To support another accelerator, `register` a subclass that
+names such a library. Before torch 2.11, which exposes native stream handles, it must also override `stream_handle` and
+`stream_at`.
+
+Nothing that a forward calls waits for a device. `synchronize` and memory statistics are for measuring, and for memory
+that is about to be freed.
 """
 
 import time
@@ -52,22 +50,22 @@ __all__ = [
     "used_generators",
 ]
 
-#: By device type: those that were asked for, or registered.
+#: By device type; created or registered ones.
 _accelerators: dict[str, Accelerator] = {}
 
 
 def accelerator_of(device_type: str) -> Accelerator | None:
-    """Return the accelerator whose devices are of a type; None for the CPU and for what torch counts as none."""
-    found = _accelerators.get(device_type)
-    if found is None and device_type not in ("cpu", "meta"):
+    """Return the accelerator for a device type; None for the CPU and for types that torch counts as no accelerator."""
+    accelerator = _accelerators.get(device_type)
+    if accelerator is None and device_type not in ("cpu", "meta"):
         own = torch_private.current_accelerator()
         if own is not None and own.type == device_type:
-            found = _accelerators[device_type] = Cuda() if device_type == "cuda" else Accelerator(device_type)
-    return found
+            accelerator = _accelerators[device_type] = Cuda() if device_type == "cuda" else Accelerator(device_type)
+    return accelerator
 
 
 def register(accelerator: Accelerator) -> Callable[[], None]:
-    """Use an accelerator for all devices of its type from now on; returns what undoes it."""
+    """Use an accelerator for all devices of its type from now on; returns a function that undoes it."""
     device_type = accelerator.device_type
     before = _accelerators.get(device_type)
     _accelerators[device_type] = accelerator
@@ -82,25 +80,25 @@ def register(accelerator: Accelerator) -> Callable[[], None]:
 
 
 def counting(device: torch.device) -> Accelerator | None:
-    """Return the accelerator of a device if its allocator counts; None where bytes must be counted otherwise."""
+    """Return the accelerator of a device if its allocator has statistics; None: bytes must be counted otherwise."""
     accelerator = accelerator_of(device.type)
     return accelerator if accelerator is not None and accelerator.counts_memory else None
 
 
 def current() -> Accelerator | None:
-    """Return the kind of accelerator that torch was built for or given; its devices may be missing here."""
+    """Return the accelerator that torch was built for or registered; this machine may have no such device."""
     own = torch_private.current_accelerator()
     return None if own is None else accelerator_of(own.type)
 
 
 def available() -> Accelerator | None:
-    """Return the kind of accelerator of which there is a device here; None if there is none."""
+    """Return the accelerator if this machine has such a device; else None."""
     accelerator = current()
     return accelerator if accelerator is not None and accelerator.is_available() else None
 
 
 def usable(name: str) -> torch.device:
-    """Return a device of this machine by its name; "auto" is the accelerator where there is one.
+    """Return a device of this machine by name; "auto" is the accelerator if there is one.
 
     Raises:
         ValueError: there is none of that name.
@@ -117,7 +115,7 @@ def usable(name: str) -> torch.device:
 
 
 def current_index() -> int | None:
-    """Return the number of the current device; None as long as no device was used. Every region asks."""
+    """Return the index of the current device; None until a device has been used. Called for every region."""
     if torch_private.current_accelerator() is None:
         return None
     accelerator = current()
@@ -136,38 +134,38 @@ def is_on_accelerator(tensor: Tensor) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work of a device; the CPU has none left."""
+    """Wait for all work of a device; does nothing for the CPU."""
     accelerator = accelerator_of(device.type)
     if accelerator is not None:
         accelerator.synchronize(device)
 
 
-#: A point in the work of a device, or in the time of the host.
+#: A point in a device's stream, or a host time in seconds.
 Moment = torch.Event | float
 
 
 def moment(device: torch.device) -> Moment:
-    """Return this point in the current stream of a device; now, in seconds, where all work is done (Rule 4)."""
+    """Return this point in the device's current stream; if it has no timed events, wait and return the host time."""
     accelerator = accelerator_of(device.type)
     if accelerator is None or not accelerator.times_events:
         synchronize(device)
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))  # else that of the current device
+    event.record(torch.accelerator.current_stream(device))  # explicit: the default is the current device's
     return event
 
 
 def host_seconds(device: torch.device) -> float:
-    """Return the time of the host, in seconds, to be compared with what moments of a device are apart."""
+    """Return the host time in seconds, comparable to the distances between moments of a device."""
     accelerator = accelerator_of(device.type)
     return time.perf_counter() if accelerator is None else accelerator.host_seconds()
 
 
 def seconds_between(start: Moment, end: Moment) -> float:
-    """Return the seconds from one moment of a device to a later one; waits for that (Rule 4)."""
+    """Return the seconds from one moment of a device to a later one; waits for the later one."""
     if isinstance(start, torch.Event):
         assert isinstance(end, torch.Event)
-        start.synchronize()  # it may be on another stream
+        start.synchronize()  # may be on another stream
         end.synchronize()
         return start.elapsed_time(end) / 1000
     assert not isinstance(end, torch.Event)
@@ -175,12 +173,12 @@ def seconds_between(start: Moment, end: Moment) -> float:
 
 
 def has_passed(moment: Moment) -> bool:
-    """Whether a device has come to a moment; does not wait for it."""
+    """Whether a device has reached a moment; does not wait."""
     return not isinstance(moment, torch.Event) or moment.query()
 
 
 def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | None:
-    """Return the default generator of a device, or what stands for it; None if it has no random numbers."""
+    """Return a device's default generator, or a stand-in; None if it has no random numbers."""
     accelerator = accelerator_of(device.type)
     if accelerator is None:
         return None
@@ -189,13 +187,13 @@ def generator_of(device: torch.device) -> torch.Generator | DeviceGenerator | No
 
 
 def used_generators() -> tuple[torch.Generator | DeviceGenerator, ...]:
-    """Return the default generators of all devices of the accelerator that are in use, or what stands for them."""
+    """Return the default generators, or stand-ins, of all accelerator devices in use."""
     accelerator = current()
     return () if accelerator is None else accelerator.used_generators()
 
 
 def autocast_types() -> tuple[str, ...]:
-    """Return the types of devices that a program may have switched autocast on for."""
+    """Return the device types for which a program may have enabled autocast."""
     own = torch_private.current_accelerator()
     if own is None or not torch.amp.is_autocast_available(own.type):
         return ("cpu",)

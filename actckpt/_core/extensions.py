@@ -1,13 +1,10 @@
-"""The one registry of extensions: what libraries that are not known here need of regions and of offloading.
+"""The registry of extensions: what libraries unknown to this package need from regions and offloading.
 
-NOTE [ Extensions ]
+Only methods that an extension overrides are called, so without extensions a region or a saved tensor pays for checking
+an empty list. Extensions are called in the order of registration; their contexts exit in the reverse order.
 
-Rule 1. An extension overrides the methods that it needs. Only those are called: a region, and a saved tensor, of a
-        process without such extensions costs the look at an empty list.
-Rule 2. Extensions are asked in the order in which they were registered; their contexts end in the reverse order.
-Rule 3. An extension for a package that is not loaded yet waits for it (`await_package`): importing this package
-        imports no other one. What it raises when it is made is raised at every region, until it succeeds or is
-        forgotten.
+`await_package` registers an extension lazily, once its package is imported: this package imports no others. If creating
+the extension raises, every region raises that error until it succeeds or `forget_package` is called.
 """
 
 import sys
@@ -35,23 +32,23 @@ __all__ = [
 
 
 class Tracker(Protocol):
-    """What holds named random states: TransformerEngine's, Megatron's and DeepSpeed's trackers do."""
+    """An object that holds named random states, like the trackers of TransformerEngine, Megatron and DeepSpeed."""
 
     def get_states(self) -> dict[Any, Any]:
         """Return the states by name: byte tensors, `torch.Generator`s or immutable values."""
 
     def set_states(self, states: dict[Any, Any], /) -> None:
-        """Take over these states."""
+        """Set these states."""
 
 
 class Extension:
-    """What one library needs of regions and of offloading. Every method here does nothing: override what is needed."""
+    """What one library needs from regions and offloading. The methods here do nothing; override what is needed."""
 
     def capture(self) -> Any:
         """Called before the forward of a region that is rerun.
 
         Returns:
-            What `forward` and `rerun` are given; None: nothing to carry for this region.
+            The state passed to `forward` and `rerun`; None: nothing to carry for this region.
         """
         return None
 
@@ -64,32 +61,32 @@ class Extension:
         return nullcontext()
 
     def allows_early_stop(self, state: Any, /) -> bool:
-        """Whether a rerun may end before the function does."""
+        """Whether a rerun may stop before the function returns."""
         return True
 
     def tracker(self) -> Tracker | None:
-        """Return a tracker whose random states every rerun restores. Called at each region."""
+        """Return a tracker whose random states every rerun restores. Called for each region."""
         return None
 
     def must_stay(self, tensor: Tensor, /) -> bool:
-        """Whether a tensor must not be moved. Called as it is packed, on the stream that is current there."""
+        """Whether a tensor must not be offloaded. Called when it is packed, on the current stream."""
         return False
 
     def clears_saved(self) -> bool:
-        """Whether backward may clear what it is given of the tensor that is being saved: it then gets an alias."""
+        """Whether backward may clear the tensor that is being saved; backward then gets an alias."""
         return False
 
 
-#: All that are registered.
+#: All registered extensions.
 _registered: list[Extension] = []
-#: Of these, what each place has to ask (Rule 1). The extension module holds the last two.
+#: The registered callables by use; only overridden methods. The C++ extension reads the last two lists.
 around_regions: list[Extension] = []
 must_stay: list[Callable[[Tensor], bool]] = []
 clears_saved: list[Callable[[], bool]] = []
 
 
 def register(extension: Extension) -> None:
-    """Ask `extension` from now on. One that is equal to a registered one changes nothing."""
+    """Register `extension`. Registering an equal one again changes nothing."""
     if extension not in _registered:
         _registered.append(extension)
         _write_lists()
@@ -116,12 +113,12 @@ def _overrides(extension: Extension, method: str) -> bool:
     return getattr(type(extension), method) is not getattr(Extension, method)
 
 
-#: Packages that are not loaded yet, by name: what makes the extension for each.
+#: By name of a package that is not imported yet: the function that creates the extension.
 lazy_extensions: dict[str, Callable[[], Extension]] = {}
 
 
 def await_package(name: str, make: Callable[[], Extension]) -> None:
-    """Register what `make` returns, at the first region after the package `name` has been loaded by somebody else."""
+    """Register what `make` returns, at the first region after someone else has imported the package `name`."""
     lazy_extensions[name] = make
 
 
@@ -131,7 +128,7 @@ def forget_package(name: str) -> None:
 
 
 def register_lazy_extensions() -> None:
-    """Register the extensions of packages that have been loaded since (Rule 3)."""
+    """Register the extensions of packages that have been imported since the last call."""
     for name in tuple(lazy_extensions):
         module = sys.modules.get(name)
         if module is not None and not getattr(module.__spec__, "_initializing", False):
@@ -140,7 +137,7 @@ def register_lazy_extensions() -> None:
 
 
 class Captured:
-    """What extensions carry through one region."""
+    """The states that extensions carry through one region."""
 
     __slots__ = ("_states",)
 
@@ -169,7 +166,7 @@ class Captured:
 
 
 def capture() -> Captured | None:
-    """Return what extensions carry through a region that begins now; None: nothing."""
+    """Return the states of extensions for a region that starts now; None: there are none."""
     if not around_regions:
         return None
     states = [(extension, extension.capture()) for extension in around_regions]

@@ -1,4 +1,4 @@
-"""What functions are and hold: modules behind them, cells, global names, and whether their body runs when called."""
+"""Properties of functions: their module, closure cells, global names, and whether their body runs when called."""
 
 import dis
 import inspect
@@ -16,14 +16,14 @@ EMPTY_CELL = object()
 
 
 def is_of_module(function: object) -> bool:
-    """Whether this is a module or a method of one, of which only parameters are watched (Rule 4)."""
+    """Whether this is a module or a module's method; of those only parameters are watched."""
     if type(function) is types.MethodType:
         function = function.__self__
     return isinstance(function, torch.nn.Module)
 
 
 def contents_of(cell: types.CellType) -> Any:
-    """Return what a closure cell holds, `EMPTY_CELL` if nothing yet."""
+    """Return the contents of a closure cell, `EMPTY_CELL` if unbound."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -31,7 +31,7 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 def check_runs_when_called(function: object, who: str) -> None:
-    """Raise where what is to be decorated is no function, or its body runs after the call: none of it would be seen."""
+    """Raise if the decorated object is no function, or its body runs after the call (a generator or coroutine)."""
     if not callable(function):
         raise TypeError(f"{who}: {function!r} is not a function to decorate. Put @actckpt.{who}(...) above a def.")
     kinds = {

@@ -1,4 +1,4 @@
-"""Whose the saved-tensor hooks around a region are, and what such hooks get."""
+"""Which kind of saved-tensor hooks surrounds a region, and which tensors they get."""
 
 import functools
 
@@ -9,9 +9,9 @@ __all__ = ["get_all_leaves", "is_of_checkpoint"]
 
 
 def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
-    """Whether hooks are those of a checkpoint, of torch or of actckpt.
+    """Whether hooks belong to a checkpoint of torch or actckpt.
 
-    Both know their forward and their rerun by hooks of their own; those of torch are functions of its module.
+    Both use their own hooks in forward and rerun; torch's are functions of its checkpoint module.
     """
     pack = hooks[0]
     is_ours = isinstance(getattr(pack, "__self__", None), (Frame, Refill))
@@ -21,10 +21,10 @@ def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
 def get_all_leaves(hooks: torch_private.Hooks) -> bool:
     """Whether hooks get every leaf that requires grad, not only those among the positional arguments.
 
-    Autograd's graph holds such a leaf anyway: hooks cannot free it, and if their owner holds the output, the reference
-    cycle runs through that graph, where the garbage collector does not look. Hooks of checkpoints and of regions get
-    all tensors all the same: in a rerun, the tensor in the place of a leaf may be none, and the other way round. So do
-    those that let programs overwrite saved tensors.
+    Autograd's graph holds such a leaf anyway, so hooks cannot free it. If the owner of the hooks holds the output,
+    packing the leaf makes a reference cycle through that graph, which the garbage collector cannot see. Three kinds of
+    hooks get all tensors nevertheless. Hooks of checkpoints and regions do: in a rerun, the tensor in the place of a
+    leaf may not be a leaf, and vice versa. So do hooks that let programs overwrite saved tensors.
     """
     pack = hooks[0]
     is_of_region = isinstance(pack, functools.partial) and pack.func is pack_recorded

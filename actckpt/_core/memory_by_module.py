@@ -1,14 +1,12 @@
-"""A table of memory by module for out-of-memory errors. It is computed when an error is raised, never before.
+"""A table of memory by module for out-of-memory errors. It is computed only when an error is raised.
 
-NOTE [ Memory by module ]
-
-Rule 1. Parameters, buffers and gradients are those of the model; optimizer state is that of the optimizers given.
-Rule 2. Saved tensors are read from the autograd graphs to which local variables lead, of the functions that the error
-        passed and of their callers. Nodes are numbered in the order of the forward. A node counts for the module whose
-        parameter was used last before it.
-Rule 3. What regions hold for reruns and replays is counted as inputs, of the module in which the region ran.
-Rule 4. Each storage counts once, in the first column that has it. "other" is all other allocated memory: workspaces of
-        kernels, other tensors of the program, values of the running region, copies under way.
+- Parameters, buffers and gradients are those of the model; optimizer state is that of the given optimizers.
+- Saved tensors are read from the autograd graphs reachable from local variables of the functions in the traceback and
+  of their callers. Nodes are ordered by sequence number. A node counts for the module whose parameter was used last
+  before it.
+- What regions hold for reruns and replays counts as inputs of the module in which the region ran.
+- Each storage counts once, in the first column that has it. "other" is all other allocated memory: workspaces of
+  kernels, other tensors of the program, values of the running region, running copies.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ __all__ = ["explain"]
 _logger = logging.getLogger(__name__)
 
 _COLUMNS = ("saved", "inputs", "parameters", "gradients", "optimizer")
-#: Modules in a table.
+#: Maximum number of modules in a table.
 _MAX_ROWS = 5
 _OUTSIDE = "(no module)"
 _TITLE = "actckpt: memory by module on"
@@ -61,7 +59,7 @@ class _Table:
     """Bytes by module and column.
 
     Args:
-        local: tensors that lead to graphs, or hold memory of no module.
+        local: tensors whose graphs are read, or that hold memory of no module.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class _Table:
         self._parts = {id(parameter): _part(name) for name, parameter in parameters.items()}
         self._device = next((p.device for p in parameters.values()), torch.device("cpu"))
         self._rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        #: By identity; held, so that no other one gets it.
+        #: By id(); held so that ids stay unique.
         self._seen: dict[int, torch.UntypedStorage] = {}
         for name, tensor in (*parameters.items(), *model.named_buffers()):
             self._add(_part(name), "parameters", tensor)
@@ -84,7 +82,7 @@ class _Table:
         self._num_others = self._add(_OUTSIDE, "other", local)
 
     def _add(self, part: str, column: str, value: Any) -> int:
-        """Count the storages on the device that were not counted yet; return their bytes."""
+        """Add the storages on the device that were not counted yet; return their bytes."""
         nbytes = 0
         for storage in storages_of(value):
             if storage.device == self._device and id(storage) not in self._seen:
@@ -106,7 +104,7 @@ class _Table:
                     self._add(part, column, tensors)
 
     def text(self) -> str:
-        """Return the table in ten lines at most."""
+        """Return the table, at most ten lines."""
         counted = sum(sum(row.values()) for row in self._rows.values())
         accelerator = devices.counting(self._device)
         total = counted + self._num_others if accelerator is None else accelerator.allocated_bytes(self._device)
@@ -142,7 +140,7 @@ def _part(name: str) -> str:
 
 
 def _local_tensors(error: BaseException) -> Iterator[Tensor]:
-    """Yield the tensors among local variables of the functions that an error passed, and of their callers."""
+    """Yield the tensors among local variables of the functions in an error's traceback, and of their callers."""
     traceback = error.__traceback__
     caller = None if traceback is None else traceback.tb_frame.f_back
     frames: list[types.FrameType] = []
@@ -164,7 +162,7 @@ def _local_tensors(error: BaseException) -> Iterator[Tensor]:
 
 
 def _nodes(local: Iterable[Tensor]) -> list[Any]:
-    """Return the nodes of all graphs, in the order in which forwards made them."""
+    """Return the nodes of all graphs in forward order."""
     by_id: dict[int, Any] = {}
     reached = [node for tensor in local if (node := torch_private.node_of(tensor)) is not None]
     while reached:
@@ -172,12 +170,12 @@ def _nodes(local: Iterable[Tensor]) -> list[Any]:
         if id(node) not in by_id:
             by_id[id(node)] = node
             reached += [before for before, _ in node.next_functions if before is not None]
-    nodes = [node for node in by_id.values() if not hasattr(node, "variable")]  # those of leaves have no number
+    nodes = [node for node in by_id.values() if not hasattr(node, "variable")]  # leaf nodes have no number
     return sorted(nodes, key=torch_private.sequence_number)
 
 
 def _held_by(saved: Any) -> Iterator[tuple[str, Any]]:
-    """Yield columns and tensors of an object that a node saved: a tensor, or the object that a hook packed it into."""
+    """Yield columns and tensors of an object that a node saved: a tensor, or what a hook packed it into."""
     if (frame := _C.frame_of(saved)) is not None:
         args = frame.args if frame.region is None else frame.region.inputs.tensors
         yield "inputs", [arg.held if isinstance(arg, _C.HeldTensor) else arg for arg in args or ()]
@@ -190,7 +188,7 @@ def _held_by(saved: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _replayed_from(value: Any) -> list[Any]:
-    """Return a value and the values from which it is replayed."""
+    """Return a value and the values that it is replayed from."""
     by_id: dict[int, Any] = {}
     reached = [value]
     while reached:

@@ -1,6 +1,6 @@
-"""The words of a region's errors: what differs, where, both sides, and what to do.
+"""The error messages of regions: what differs, where, both sides, and what to do.
 
-Everything here runs only once something is wrong, so it may be slow.
+This code runs only after a failure, so it may be slow.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ _HOOKS_REFUSED = (
 
 
 def raise_if_hooks_are_refused(error: RuntimeError, what: str) -> None:
-    """Raise an error that says what to do where torch raised since a transform of torch.func takes no hooks."""
+    """Raise an error with advice if torch raised because a torch.func transform does not support hooks."""
     if str(error).startswith("torch.func.") and not isinstance(error, CheckpointError):
         raise CheckpointError(_HOOKS_REFUSED.format(what)) from error
 
 
 class Trace:
-    """Operators of both runs of a region with the user's lines, for `debug=True`."""
+    """The operators of forward and rerun with the user's source lines, for `debug=True`."""
 
     def __init__(self) -> None:
         self.forward: list[str] = []
@@ -66,13 +66,13 @@ class _OperatorLog(ObservingMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten.detach.default:  # the bookkeeping detaches in reruns only
+        if func is not torch.ops.aten.detach.default:  # only reruns detach internally
             self._lines.append(f"{func}  at {user_line()}")
         return func(*args, **(kwargs or {}))
 
 
 def name_of(function: Any) -> str:
-    """Return a name for the function of a region: a module's type, or a qualified name with its place."""
+    """Return a name for a region's function: a module's type, or a qualified name with its location."""
     if isinstance(function, torch.nn.Module):
         return type(function).__name__
     name = str(getattr(function, "__qualname__", type(function).__name__))
@@ -82,7 +82,7 @@ def name_of(function: Any) -> str:
 
 
 def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
-    """Return the error for a tensor that the rerun saved and the forward did not save like that."""
+    """Return the error for a tensor that the rerun saved and that differs from the forward's."""
     frame = refill.frame
     name = _name(frame)
     where = f"saved at {user_line()}{_running_module()}"
@@ -126,19 +126,19 @@ def _running_module() -> str:
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape; of a nested tensor of the strided layout, which has none, what the check compares."""
+    """Return the shape, or what the check compares for a strided nested tensor, which has none."""
     if tensor.is_nested and tensor.layout is torch.strided:
         return tensor.dim(), tensor.numel()
     return tuple(tensor.shape)
 
 
 def _has_other_size(tensor: Tensor, shape: Sequence[int] | None, dtype: torch.dtype | None) -> bool:
-    """Whether only sizes differ, as where the rerun of a router sends other tokens to an expert."""
+    """Whether only sizes differ, as when a router sends other tokens to an expert in the rerun."""
     return shape is not None and dtype == tensor.dtype and len(shape) == tensor.ndim
 
 
 def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
-    """Return the error for a rerun that returned before it saved everything needed."""
+    """Return the error for a rerun that returned before it saved everything that is needed."""
     frame = refill.frame
     return RerunMismatchError(
         f"The rerun of {_name(frame)} saved a different number of tensors than its forward: it returned early.\n"
@@ -148,7 +148,7 @@ def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
 
 
 def not_saved(frame: "_C.Frame") -> RerunMismatchError:
-    """Return the error for a rerun that ended without the tensor that backward asked for."""
+    """Return the error for a rerun that ended without saving the tensor that backward needs."""
     return RerunMismatchError(
         f"A rerun of {_name(frame)} did not bring back a saved tensor that backward asked for; its forward "
         f"saved {frame.num_saved}, autograd still holds {frame.num_live}.\n"
@@ -181,7 +181,7 @@ OTHER_MEMORY = "was given other memory (an assignment to its .data, or swap_tens
 
 
 class HeldTensorChanged(Exception):  # noqa: N818 - never leaves the runtime
-    """What `HeldTensor.restore` raises; `changed_error` is the error for the user."""
+    """Raised by `HeldTensor.restore`; `changed_error` makes the error for the user."""
 
     def __init__(self, held: "_C.HeldTensor") -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
 
 
 def input_changed(place: str, how: str, tensor: Tensor | None = None, before: int = 0) -> InputChangedError:
-    """Return the error for an input that is not as it was after the forward."""
+    """Return the error for an input that differs from its state after the forward."""
     message = (
         f"{place}, an input of a checkpointed region, {how} since the region began, by its own function or after it, "
         "and backward has to run that again"
@@ -219,8 +219,8 @@ def input_changed(place: str, how: str, tensor: Tensor | None = None, before: in
 
 
 def parameter_error(module: torch.nn.Module, parameter: Tensor, before: int, now: int) -> RerunMismatchError:
-    """Return the error for a parameter that is not as the forward left it; `now` is -1 where it is another tensor."""
-    name = next((name for name, found in module.named_parameters() if found is parameter), "?")
+    """Return the error for a parameter that changed since the forward; `now` is -1 if it is another tensor."""
+    name = next((name for name, other in module.named_parameters() if other is parameter), "?")
     how = f"is at version {now}; it was at version {before}" if now >= 0 else "is another tensor than it was"
     if parameter.is_inference() and now == before:
         how = "is an inference tensor with other bytes than it had"

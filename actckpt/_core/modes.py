@@ -1,18 +1,18 @@
-"""Dispatch modes of the program: which ones may change what operators return, and working without those.
+"""The program's dispatch modes: which ones may change operator results, and how to work without those.
 
 NOTE [ Modes ]
 
-A mode that is entered before a region is below its recorder: it sees each operator after the recorder did, and may
-return something else. What is recorded below such a mode is never replayed; and replay, and all else that is done with
-tensors behind the program's back, runs with such modes taken off. A rerun finds those of its forward, put on the stack
-as they were, and no others.
+A mode entered before a region lies below its recorder: it sees each operator after the recorder, and may return
+another result. So what is recorded above such a mode is never replayed. Replay, and all other work on tensors behind
+the program's back, runs without such modes. A rerun runs under exactly the modes of its forward, put back on the stack
+as objects, not entered again.
 
-What is timed of a block runs with the modes of this package taken off: they see each operator, and that takes time.
+Some modes are known to change no results: those of this package, of torch (`torch_private`), and those that
+`configure(observers=[...])` names. They stay on the stack, as does torch's own infrastructure (fake tensors, tracing).
+The class that defines the handler counts: a subclass with its own handler is another mode. For any other mode it cannot
+be decided: it may start to change results at any operator, or write to a result with a kernel that no dispatcher sees.
 
-Modes known to change no results do not count, and stay: those of this package, of torch (`torch_private`), and those
-that `configure(observers=[...])` names. What counts is the class that has the handler: a subclass with one of its own
-is another mode. Torch's own infrastructure (fake tensors, tracing) stays as well. Whether another mode changes results
-cannot be found out: it may begin to at any operator, or write to what it returns by a kernel that no dispatcher sees.
+Blocks are timed without this package's own modes, since they slow down every operator.
 """
 
 import weakref
@@ -29,9 +29,9 @@ __all__ = ["BELOW", "put_back", "replaced", "take_off", "unknown", "warn", "why_
 
 Modes = tuple[Any, ...]
 
-#: How the reason begins why what is made below a mode is kept.
+#: Prefix of the reason why a value made below a mode is kept.
 BELOW = "made below the dispatch mode"
-#: Types of modes that a warning has named.
+#: Mode types that a warning has named.
 _warned: "weakref.WeakSet[type]" = weakref.WeakSet()
 
 
@@ -50,7 +50,7 @@ def _is_own(kind: type) -> bool:
 
 
 def unknown() -> Modes:
-    """Return the modes active in this thread that may change results, outermost first."""
+    """Return the active modes of this thread that may change results, outermost first."""
     count = torch_private.num_dispatch_modes()
     if not count:
         return ()
@@ -65,14 +65,14 @@ def _name_of(kind: type) -> str:
 
 
 def why_kept(mode: Any) -> str:
-    """Return why what is made below a mode is kept, for reports."""
+    """Return why a value made below a mode is kept, for reports."""
     return (
         f"{BELOW} {_name_of(type(mode))}, which may change results; if it does not, name it in configure(observers=...)"
     )
 
 
 def warn(modes: Modes) -> None:
-    """Warn of modes that a region records above, once per type."""
+    """Warn, once per type, of modes below a region's recorder."""
     for kind in dict.fromkeys(map(type, modes)):
         if kind in _warned:
             continue
@@ -86,7 +86,7 @@ def warn(modes: Modes) -> None:
 
 
 def take_off() -> Modes:
-    """Take the modes that may change results off the stack; returns what `put_back` needs."""
+    """Remove the modes that may change results from the stack; returns the argument for `put_back`."""
     return _exchange(())
 
 
@@ -97,7 +97,7 @@ def put_back(modes: Modes) -> None:
 
 @contextmanager
 def replaced(modes: Modes) -> Iterator[None]:
-    """Run the body under exactly these of the modes that may change results. They are not entered again."""
+    """Run the body with `modes` instead of the active modes that may change results. They are not entered again."""
     outside = _exchange(modes)
     try:
         yield
@@ -107,7 +107,7 @@ def replaced(modes: Modes) -> Iterator[None]:
 
 @contextmanager
 def without_own() -> Iterator[None]:
-    """Run the body without the modes of this package that are active."""
+    """Run the body without this package's own active modes."""
     active = _active()
     _put(tuple([mode for mode in active if not _is_own(type(mode))]))
     try:
@@ -117,7 +117,7 @@ def without_own() -> Iterator[None]:
 
 
 def _exchange(modes: Modes) -> Modes:
-    """Put `modes` in the place of those that may change results; returns the modes that were active."""
+    """Replace the modes that may change results by `modes`; returns those that were active."""
     unwanted = unknown()
     active = _active()
     _put((*modes, *(mode for mode in active if not any(mode is other for other in unwanted))))
@@ -125,9 +125,9 @@ def _exchange(modes: Modes) -> Modes:
 
 
 def _active() -> Modes:
-    """Return the modes active in this thread, torch's infrastructure left out."""
-    found = map(torch_private.dispatch_mode_at, range(torch_private.num_dispatch_modes()))
-    return tuple([mode for mode in found if not mode.is_infra_mode()])
+    """Return the active modes of this thread, without torch's infrastructure."""
+    modes = map(torch_private.dispatch_mode_at, range(torch_private.num_dispatch_modes()))
+    return tuple([mode for mode in modes if not mode.is_infra_mode()])
 
 
 def _put(modes: Modes) -> None:

@@ -1,19 +1,20 @@
-"""Settings of torch that change which numbers operators compute: noted in forward, in force again where it counts.
+"""torch settings that change operator results: recorded in forward, restored for rerun and replay.
 
 NOTE [ Settings ]
 
-Rule 1. A rerun finds the settings of its forward. A replayed operator finds those under which it ran, also where only a
-        part of its region was under them (`torch.backends.mkldnn.flags` around one layer). So every recorded operator
-        notes them: elementwise operators the few that they may depend on, all others all. They are read in C++
-        (csrc/core/numerics.h); equal ones are one tuple.
-Rule 2. They are set only where they differ, and put back afterwards, also after an error.
-Rule 3. All but `torch.set_flush_denormal`, which is one of the thread, are settings of the process: while they are in
-        force for a rerun or a replayed operator, other threads see them, as with torch's own contexts.
-Rule 4. `fp32_precision` per backend and operator is what operators look at, and what is noted. Older settings
-        (`torch.set_float32_matmul_precision`, `allow_tf32`) stand for the same, and torch refuses to tell them where
-        the two disagree: they are made to agree for as long as others are in force.
+A rerun runs under the settings of its forward. A replayed operator runs under the settings that it ran under, even if
+they covered only part of its region (`torch.backends.mkldnn.flags` around one layer). So every recorded operator
+records them: elementwise operators the few that they depend on, all others all. C++ reads them (csrc/core/numerics.h);
+equal settings share one tuple. They are set only where they differ, and restored afterwards, also after an error.
 
-Every public setter of torch is classed in tests/contract/test_numeric_settings.py.
+All of them except `torch.set_flush_denormal`, which is per thread, are process-wide. While they are set for a rerun or
+a replayed operator, other threads see them, as with torch's own contexts.
+
+Operators read `fp32_precision` per backend and operator, so that is recorded. Older settings
+(`torch.set_float32_matmul_precision`, `allow_tf32`) express the same, and their getters raise where both disagree. So
+the older settings are set to agree while recorded precisions are in force.
+
+tests/contract/test_numeric_settings.py classifies every public setter of torch.
 """
 
 import warnings
@@ -37,9 +38,9 @@ _PRECISIONS = tuple((backend, operator) for backend in ("mkldnn", "cuda") for op
 
 
 class Setting(NamedTuple):
-    """One setting: what tells it, called with `args`, and what sets it to what was told.
+    """One setting: its getter, called with `args`, and its setter.
 
-    For flags of torch's Python code, `get` is the dict of names of the module, and `args` has the one that is meant.
+    For Python flags of torch, `get` is the dict of the module's names, and `args` has the flag's name.
     """
 
     name: str
@@ -49,20 +50,20 @@ class Setting(NamedTuple):
 
     @property
     def is_precision(self) -> bool:
-        """Whether it is the precision of float32 operators (Rule 4)."""
+        """Whether it is the precision of float32 operators."""
         return self.args in _PRECISIONS
 
 
-#: The settings that are noted, in the order of `_C.numerics()`; elementwise operators note the first ones only.
+#: The recorded settings, in the order of `_C.numerics()`; elementwise operators record only the first ones.
 in_force: list[Setting] = []
 
 
 def connect(*, on_cuda: bool, on_hip: bool) -> None:
-    """Tell the extension which settings to read.
+    """Pass the settings to read to the C++ extension.
 
     Args:
-        on_cuda: also those of CUDA, under whose names torch has those of ROCm too.
-        on_hip: also those of ROCm alone.
+        on_cuda: include CUDA's; torch uses the same names for ROCm.
+        on_hip: include those of ROCm only.
     """
     of_elements = _of_elements()
     in_force[:] = [*of_elements, *_others(on_cuda, on_hip)]
@@ -80,7 +81,7 @@ def _of_elements() -> list[Setting]:
 def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
     get, warns = torch_settings.must_be_deterministic, torch_settings.nondeterminism_warns
     set_both = torch_settings.set_deterministic
-    found = [
+    settings = [
         Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
         Setting("deterministic_algorithms", get, (), lambda value: set_both(value, warn_only=warns())),
         Setting("deterministic_algorithms_warn_only", warns, (), lambda value: set_both(get(), warn_only=value)),
@@ -92,10 +93,10 @@ def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
         ),
     ]
     if on_cuda:
-        found += [*_settings(torch_settings.flags_of_cuda), *_precision_settings("cuda")]
+        settings += [*_settings(torch_settings.flags_of_cuda), *_precision_settings("cuda")]
     if on_hip:
-        found += _settings(torch_settings.flags_of_hip)
-    return found
+        settings += _settings(torch_settings.flags_of_hip)
+    return settings
 
 
 def _settings(flags: tuple[Flag, ...]) -> list[Setting]:
@@ -110,7 +111,7 @@ def _precision_settings(backend: str) -> list[Setting]:
 
 @contextmanager
 def restored(noted: tuple[Any, ...]) -> Iterator[None]:
-    """Run the body under settings that were noted in forward, then put back those that are there now."""
+    """Run the body under recorded settings, then restore the current ones."""
     outside = _C.numerics()
     changed = [(setting, value) for setting, value, now in zip(in_force, noted, outside, strict=False) if value != now]
     precisions = {setting.args: value for setting, value in changed if setting.is_precision}
@@ -130,7 +131,7 @@ def restored(noted: tuple[Any, ...]) -> Iterator[None]:
 def _precisions_in_force(noted: Precisions) -> Iterator[None]:
     get = torch_settings.get_precision
     outside = {pair: get(*pair) for pair in _PRECISIONS}
-    older = {flag: value for flag in torch_settings.older_precisions if (value := _told(flag)) is not None}
+    older = {flag: value for flag in torch_settings.older_precisions if (value := _older_value(flag)) is not None}
     inside = {**outside, **noted}
     try:
         _put_precisions(inside, {flag: _OLDER[flag[0]](inside) for flag in older})
@@ -142,17 +143,17 @@ def _precisions_in_force(noted: Precisions) -> Iterator[None]:
 def _put_precisions(precisions: Precisions, older: Mapping[Flag, Any]) -> None:
     get = torch_settings.get_precision
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are deprecated
+        warnings.simplefilter("ignore")  # deprecation warnings
         for flag, value in older.items():
-            if _told(flag) != value:
+            if _older_value(flag) != value:
                 flag[2](value)
     for pair, value in precisions.items():
         if get(*pair) != value:
             _set_precision(pair, value)
 
 
-def _told(flag: Flag) -> Any:
-    """Return an older setting of precision, None where torch refuses to tell it."""
+def _older_value(flag: Flag) -> Any:
+    """Return an older precision setting, None if torch refuses to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -162,19 +163,19 @@ def _told(flag: Flag) -> Any:
 
 
 def _set_precision(pair: tuple[str, str], value: str) -> None:
-    """Set the precision that an operator finds: its own, or, where it has none, that of its backend or of all."""
+    """Set the precision that an operator uses: its own or, if unset, that of its backend or the global one."""
     get = torch_settings.get_precision
-    torch_settings.set_precision(*pair, "none")  # as it is unless somebody says otherwise
+    torch_settings.set_precision(*pair, "none")  # inherits, unless set below
     if get(*pair) != value:
         torch_settings.set_precision(*pair, "ieee" if value == "none" else value)
 
 
 def _matmul_precision(precisions: Precisions) -> str:
-    found = precisions["mkldnn", "matmul"], precisions["cuda", "matmul"]
-    return "medium" if "bf16" in found else "high" if "tf32" in found else "highest"
+    matmul = precisions["mkldnn", "matmul"], precisions["cuda", "matmul"]
+    return "medium" if "bf16" in matmul else "high" if "tf32" in matmul else "highest"
 
 
-#: What the older settings say of precisions (Rule 4).
+#: The values of the older settings that agree with given precisions.
 _OLDER: dict[str, Callable[[Precisions], Any]] = {
     "float32_matmul_precision": _matmul_precision,
     "cudnn_allow_tf32": lambda precisions: precisions["cuda", "conv"] == "tf32",

@@ -1,7 +1,7 @@
-"""What NVIDIA's management library tells of a GPU: its memory, its link to the host, and the host memory nearest to it.
+"""Facts about a GPU from NVIDIA's management library: memory, PCI Express link, nearest NUMA node.
 
-The package `nvidia-ml-py` (module `pynvml`) is imported at the first question. Where it, the library behind it, or an
-answer is missing, that answer is None: nothing else depends on it.
+The package `nvidia-ml-py` (module `pynvml`) is imported at the first query. If it, its library or an answer is missing,
+the fact is None; nothing else depends on it.
 """
 
 from collections.abc import Callable
@@ -10,20 +10,20 @@ from typing import Any
 
 __all__ = ["GpuFacts", "facts_of"]
 
-#: Numbers of NUMA nodes that are looked at, 64 to a word.
+#: Words of the NUMA node mask, 64 nodes each.
 _NODE_WORDS = 16
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What is known of a GPU; None: what nobody tells.
+    """Facts about a GPU; None: unknown.
 
     Attributes:
         free_bytes: device memory that no process uses.
         total_bytes: all device memory.
-        link_generation: of PCI Express, the highest that device and machine can use.
-        link_width: most lanes that both can use.
-        numa_node: the node of host memory nearest to the device.
+        link_generation: highest PCI Express generation that device and machine support.
+        link_width: highest number of lanes that both support.
+        numa_node: the NUMA node nearest to the device.
     """
 
     free_bytes: int | None
@@ -34,9 +34,9 @@ class GpuFacts:
 
 
 def facts_of(uuid: str) -> GpuFacts | None:
-    """Return what is known of the GPU with a UUID, as torch or the driver tells it; None where nobody can be asked.
+    """Return the facts about the GPU with this UUID, as torch or the driver reports it; None if NVML is unavailable.
 
-    Cost: some milliseconds; no GPU context is made.
+    Cost: some milliseconds; creates no GPU context.
     """
     try:
         import pynvml
@@ -44,10 +44,10 @@ def facts_of(uuid: str) -> GpuFacts | None:
         return None
     nvml: Any = pynvml
 
-    def told(ask: Callable[..., Any], *args: Any) -> Any:
+    def query(ask: Callable[..., Any], *args: Any) -> Any:
         try:
             return ask(*args)
-        except nvml.NVMLError:  # unknown, not supported, or the library is too old
+        except nvml.NVMLError:  # unknown, unsupported, or the library is too old
             return None
 
     try:
@@ -55,25 +55,25 @@ def facts_of(uuid: str) -> GpuFacts | None:
     except nvml.NVMLError:  # no driver
         return None
     try:
-        handles = (told(nvml.nvmlDeviceGetHandleByUUID, name) for name in _names_of(uuid))
-        handle = next((found for found in handles if found is not None), None)
+        handles = (query(nvml.nvmlDeviceGetHandleByUUID, name) for name in _names_of(uuid))
+        handle = next((candidate for candidate in handles if candidate is not None), None)
         if handle is None:
             return None
-        memory = told(nvml.nvmlDeviceGetMemoryInfo, handle)
-        nodes = told(nvml.nvmlDeviceGetMemoryAffinity, handle, _NODE_WORDS, nvml.NVML_AFFINITY_SCOPE_NODE)
+        memory = query(nvml.nvmlDeviceGetMemoryInfo, handle)
+        nodes = query(nvml.nvmlDeviceGetMemoryAffinity, handle, _NODE_WORDS, nvml.NVML_AFFINITY_SCOPE_NODE)
         return GpuFacts(
             free_bytes=None if memory is None else int(memory.free),
             total_bytes=None if memory is None else int(memory.total),
-            link_generation=told(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            link_width=told(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            link_generation=query(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            link_width=query(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
             numa_node=None if nodes is None else _first_bit(nodes),
         )
     finally:
-        told(nvml.nvmlShutdown)
+        query(nvml.nvmlShutdown)
 
 
 def _names_of(uuid: str) -> tuple[str, ...]:
-    """Return what the library may call a device: CUDA leaves out whether it is a whole one or a part."""
+    """Return possible NVML names of a device: CUDA's UUID omits whether it is a full GPU or a MIG instance."""
     return (uuid,) if uuid.startswith(("GPU-", "MIG-")) else (f"GPU-{uuid}", f"MIG-{uuid}")
 
 

@@ -1,4 +1,4 @@
-"""The base of dispatch modes that leave compiled functions compiled."""
+"""Base class of dispatch modes below which compiled functions stay compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["ObservingMode"]
 
 
 class ObservingMode(TorchDispatchMode):
-    """A dispatch mode below which compiled functions run compiled, where torch can do that.
+    """A dispatch mode below which compiled functions run compiled, if torch supports that.
 
-    Below other modes torch runs a function eagerly that it has not compiled yet, and never compiles it later.
+    Below other modes, torch runs a not yet compiled function eagerly, and never compiles it later.
     """
 
     @classmethod

@@ -1,29 +1,32 @@
-"""Making room: one call asks every holder of bytes that can be brought back to give some of them up.
+"""Memory pressure: one call asks every holder of restorable bytes to release some.
 
 NOTE [ Pressure ]
 
-Rule 1. What a holder gives up comes back when backward asks for it: it is copied, replayed or rerun once more, and
-        bit-identical. So a call may come at any time, from any thread: between operators, from a hook of a backward,
-        while other threads run backwards of their own.
-Rule 2. Holders are asked in the order of `ORDER`, by what it costs to have the bytes again: one copy, that was begun
-        too early anyway; one copy; the operators that lead to one value; the function of a region; and last memory of
-        the host, from which no tensor is taken: there new slabs would have to be registered with the driver.
-Rule 3. A holder counts bytes that are free when it returns, and of copies under way those that are free once they have
-        ended. It counts nothing that others hold, too.
-Rule 4. A holder waits for nobody: it takes no lock that is held while an operator or code of the user runs. It puts its
-        own state right first, and frees tensors after that, since freeing may run code of the user.
+Released bytes are restored when backward needs them: they are copied, replayed or rerun again, bit-identically. So
+`release` may be called at any time from any thread: between operators, in a hook of a backward, while other threads run
+backwards.
+
+Holders are asked in the order of `ORDER`, by the cost of restoring their bytes: a copy that was started too early
+anyway; a copy; the operators behind one value; a region's function. Host memory is last: it gives no tensor memory
+back, and new slabs must be registered with the driver.
+
+A holder counts bytes that are free when it returns, or once its running copies end. It does not count bytes that others
+hold too.
+
+A holder must not block: it takes no lock that is held while operators or user code run. It first makes its own state
+consistent, then frees tensors, since freeing may run user code.
 """
 
 from collections.abc import Callable
 
 __all__ = ["ORDER", "register", "release"]
 
-#: The names of all holders, in the order in which they are asked.
+#: All holders, in the order in which they are asked.
 ORDER = (
-    "read-ahead",  # moved bytes that backward has not asked for yet (csrc/offload/reading.h)
-    "reloads",  # moved bytes that one saved tensor asked for, and that wait for others on them
-    "replay caches",  # replayed values that the same backward asks for again (csrc/graph/needs.h)
-    "rerun values",  # what reruns brought back, and backward has not asked for yet (csrc/rerun/frame.h)
+    "read-ahead",  # loaded bytes that backward has not unpacked yet (csrc/offload/reading.h)
+    "reloads",  # bytes loaded for one saved tensor and kept for others on them
+    "replay caches",  # replayed values that the same backward needs again (csrc/graph/needs.h)
+    "rerun values",  # rerun values that backward has not unpacked yet (csrc/rerun/frame.h)
     "host pool",  # free slabs of pinned memory
 )
 
@@ -35,11 +38,11 @@ def register(name: str, release: Callable[[int], int]) -> None:
 
     Args:
         name: one of `ORDER`.
-        release: gives up bytes until as many are released as it is asked for, or none are left; returns how many were.
-            See Rules 3 and 4.
+        release: releases at least the requested number of bytes, or all it has; returns how many it released. See
+            NOTE [ Pressure ].
 
     Raises:
-        ValueError: `ORDER` does not name it, or another holder has the name.
+        ValueError: `ORDER` does not have the name, or another holder uses it.
     """
     if name not in ORDER or name in _holders:
         raise ValueError(f"No holder can be registered as {name!r}. Give it a name of its own in pressure.ORDER.")
@@ -47,17 +50,17 @@ def register(name: str, release: Callable[[int], int]) -> None:
 
 
 def release(nbytes: int) -> dict[str, int]:
-    """Ask the holders in turn for bytes until `nbytes` are released or none are left.
+    """Ask the holders in turn until `nbytes` are released or none are left.
 
     Returns:
-        The bytes that each holder released which was asked, by its name, in the order of asking.
+        The bytes released by each holder that was asked, by name, in order.
     """
-    given: dict[str, int] = {}
+    released: dict[str, int] = {}
     missing = nbytes
     for name in ORDER:
         if missing <= 0:
             break
         if name in _holders:
-            given[name] = _holders[name](missing)
-            missing -= given[name]
-    return given
+            released[name] = _holders[name](missing)
+            missing -= released[name]
+    return released

@@ -2,31 +2,26 @@
 
 NOTE [ Random state ]
 
-Rule 1. States are captured by value and written back into the same generator objects. A handle that
-        is merely set back restores nothing, and a cloned generator is unknown to CUDA graphs.
-Rule 2. Captured are the CPU's default generator, the default generators of all devices that are in use (on CUDA:
-        that have a context) or among the inputs, once each, every `torch.Generator` among the inputs and in attributes
-        of modules, and the trackers of extensions and callers. Inputs alone do not tell: a function may send what it
-        was given to a second device and draw there, with parameters there or without. A device that the process uses
-        for the first time within the function is not captured.
-Rule 3. A tracker is any object with `get_states() -> dict` and `set_states(dict)`, whose values are
-        byte tensors, `torch.Generator`s, or immutable values; recognised by value, not by class.
-        It always gets a new dict, because trackers keep and change the one they are given.
-Rule 4. The state outside is unchanged after a rerun, also after one that failed.
-Rule 5. Reruns that restore random state take one lock: two threads that swap the same generator would
-        draw each other's numbers. The extension takes it (csrc/core/swap_lock.h), before the lock of
-        the region, so that two threads which differentiate each other's regions do not block.
-Rule 6. A region made within a rerun (a backward inside the function, which autograd may run in
-        another thread) belongs to the owner of the lock, who is waiting for it.
-Rule 7. While a stream is capturing, states cannot be read: a region whose rerun is to draw the same numbers raises, as
-        torch's checkpoint does.
-Rule 8. cuDNN's recurrent layers draw their dropout from a state of their own, which starts anew, from a number of the
-        device's generator, in the first layer after the state of that generator was set. It is set before each rerun,
-        so it is set to what it is before the function's first run as well: both draw the same masks. Those of a program
-        without regions, where layers go on from each other's state, are others.
+Rule 1. States are captured by value and written back into the same generator objects. Restoring a handle restores
+nothing, and CUDA graphs do not know cloned generators. A tracker is any object with `get_states() -> dict` and
+`set_states(dict)`; it always gets a new dict, because trackers keep and change theirs.
+Rule 2. Captured are the default generators of the CPU, of all devices in use (on CUDA: with a context) and of the
+inputs' devices; every `torch.Generator` among the inputs and in module attributes; and the trackers of extensions and
+callers. The inputs alone do not suffice: a function may move its input to a second device and draw there. A device that
+the process first uses inside the function is not captured.
+Rule 3. Reruns that restore random state take one lock: two threads that swap the same generator would draw each other's
+numbers. C++ takes it (csrc/core/swap_lock.h), before the region's lock, so that two threads that differentiate each
+other's regions do not deadlock. The outer state is unchanged after a rerun, also after a failed one.
+Rule 4. A region made during a rerun (a backward inside the function, which autograd may run in another thread) shares
+the lock with that rerun's owner, which waits for it.
+Rule 5. cuDNN's recurrent layers draw dropout from their own state. It is reseeded from the device's generator in the
+first layer after that generator's state was set. A rerun sets the state, so the forward also sets it to its current
+value: both draw the same masks. They differ from those of a program without regions, where layers continue each other's
+state.
 
-Whether the function drew any numbers is deliberately not asked. A function that puts back what it drew
-(`torch.random.fork_rng`) leaves the same state behind as one that drew nothing.
+Whether the function drew any numbers is deliberately not checked. A function that restores what it drew
+(`torch.random.fork_rng`) leaves the same state behind as one that drew nothing. While a stream is capturing, states
+cannot be read: a region whose rerun must draw the same numbers raises, as torch's checkpoint does.
 """
 
 import random
@@ -59,7 +54,7 @@ Generator = torch.Generator | devices.DeviceGenerator
 
 @dataclass(frozen=True)
 class _Registered(extensions.Extension):
-    """Stands for a registered callable."""
+    """Wraps a registered callable."""
 
     get_tracker: GetTracker
 
@@ -71,7 +66,7 @@ def register_tracker(get_tracker: GetTracker) -> None:
     """Restore the states of a random state tracker around every rerun from now on.
 
     Args:
-        get_tracker: called at each region; returns an object with `get_states()` and
+        get_tracker: called for each region; returns an object with `get_states()` and
             `set_states(dict)`. Registering the same callable again changes nothing.
     Raises:
         TypeError: `get_tracker` is not callable.
@@ -99,19 +94,19 @@ def unregister_tracker(get_tracker: GetTracker) -> None:
 
 
 def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
-    """Return the trackers of extensions, and those that these callables return, each once."""
+    """Return the trackers of extensions and of these callables, without repeats."""
     if callable(get_trackers) or not all(map(callable, get_trackers)):
         raise TypeError(
             f"checkpoint: rng_trackers={get_trackers!r}. Pass a list of functions that return trackers, for example "
             "[get_cuda_rng_tracker], not their results."
         )
-    found = [extension.tracker() for extension in extensions.around_regions]
-    found += [get_tracker() for get_tracker in get_trackers]
-    return list({id(tracker): tracker for tracker in found if tracker is not None}.values())
+    trackers = [extension.tracker() for extension in extensions.around_regions]
+    trackers += [get_tracker() for get_tracker in get_trackers]
+    return list({id(tracker): tracker for tracker in trackers if tracker is not None}.values())
 
 
 def tracker_states() -> "list[TrackerState]":
-    """Return the states of all trackers that are registered."""
+    """Return the states of all registered trackers."""
     return [TrackerState(tracker) for tracker in known_trackers(())]
 
 
@@ -128,12 +123,12 @@ class RandomState:
     ) -> None:
         self._generators = _C.capture_generators_of_rerun((*generators_of_region(of_inputs), *generators))
         self._trackers = [TrackerState(tracker) for tracker in known_trackers(trackers)]
-        #: The swap within whose rerun the region is made (Rule 6).
+        #: The swap during whose rerun the region is made (Rule 4).
         self.outer_swap = _C.current_swap()
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Run the body with the state of the forward, then put back what was there."""
+        """Run the body with the state of the forward, then restore the current one."""
         with swapped_in(self._generators, self._trackers):
             yield
 
@@ -145,7 +140,7 @@ def capture(generators: tuple[Generator, ...]) -> "_C.GeneratorStates":
 
 @contextmanager
 def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[TrackerState]" = ()) -> Iterator[None]:
-    """Run the body with these states, then put back what was there. The caller owns the swap (Rule 5)."""
+    """Run the body with these states, then restore the current ones. The caller owns the swap (Rule 3)."""
     outside = states.now()
     outside_trackers = [tracker.now() for tracker in trackers]
     try:
@@ -160,7 +155,7 @@ def swapped_in(states: "_C.GeneratorStates", trackers: "Sequence[TrackerState]" 
 
 
 def swap_timeout_error() -> ActckptError:
-    """Return the error for a lock that was not to be had for minutes."""
+    """Return the error for a lock that was not free for minutes."""
     return ActckptError(
         "A rerun waited 300 s for a rerun in another thread to give random state back.\nDoes the function of "
         "that region run a backward of its own, on a second device, through another region? Pass "
@@ -169,7 +164,7 @@ def swap_timeout_error() -> ActckptError:
 
 
 def capturing_error(name: str) -> ActckptError:
-    """Return the error for a region whose rerun would draw other numbers than its forward, named `name`."""
+    """Return the error for a region, named `name`, whose rerun would draw other numbers than its forward."""
     return ActckptError(
         f"checkpoint: {name} runs while its stream is being captured into a CUDA graph, where random state cannot be "
         "read: its rerun would draw other numbers. Pass preserve_rng_state=False if it draws none, or policy=[], which "
@@ -178,7 +173,7 @@ def capturing_error(name: str) -> ActckptError:
 
 
 class TrackerState:
-    """The states of one tracker by value (Rules 1 and 3)."""
+    """The states of one tracker by value (Rule 1)."""
 
     __slots__ = ("_states", "_tracker")
 
@@ -206,19 +201,19 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def generators_of_devices(found: Iterable[torch.device]) -> tuple[Generator, ...]:
-    """Return the default generators of the CPU and of these devices, each once."""
-    generators = [torch.default_generator, *(devices.generator_of(device) for device in found)]
+def generators_of_devices(of_devices: Iterable[torch.device]) -> tuple[Generator, ...]:
+    """Return the default generators of the CPU and of these devices, without repeats."""
+    generators = [torch.default_generator, *(devices.generator_of(device) for device in of_devices)]
     return tuple(dict.fromkeys(generator for generator in generators if generator is not None))
 
 
 def generators_of_region(of_inputs: Iterable[torch.device]) -> tuple[Generator, ...]:
-    """Return the default generators that a function may draw from, given its inputs' devices, each once (Rule 2)."""
+    """Return the default generators that a function may draw from, given its inputs' devices (Rule 2)."""
     return tuple(dict.fromkeys((*generators_of_devices(of_inputs), *devices.used_generators())))
 
 
 def generators_of_call(args: tuple[Any, ...]) -> tuple[Generator, ...]:
-    """Return the default generators that a function called with `args` may draw from, each once."""
+    """Return the default generators that a function called with `args` may draw from."""
     return generators_of_region(a.device for a in args if isinstance(a, Tensor) and not a.is_cpu)
 
 

@@ -1,4 +1,4 @@
-"""Whether this process is one of several ranks, and whether all of them run what it runs now."""
+"""Whether this process is one of several ranks, and whether all of them run the current code."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 __all__ = ["COLLECTIVE_NAMESPACES", "has_others", "is_local", "on_this_rank_only"]
 
-#: Namespaces whose operators talk to other processes.
+#: Namespaces of operators that communicate with other processes.
 COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "fsdp", "symm_mem"})
 
 
@@ -21,7 +21,7 @@ _thread = _Thread()
 
 @contextmanager
 def on_this_rank_only() -> Iterator[None]:
-    """Say that what runs in this thread runs on this rank only."""
+    """Mark the body as code that only this rank runs."""
     _thread.num_local += 1
     try:
         yield
@@ -30,10 +30,10 @@ def on_this_rank_only() -> Iterator[None]:
 
 
 def is_local() -> bool:
-    """Whether other ranks do not run what runs now (NOTE [ Fake collectives ])."""
+    """Whether only this rank runs the current code (NOTE [ Fake collectives ])."""
     return _thread.num_local > 0
 
 
 def has_others() -> bool:
-    """Whether this is one of several ranks."""
+    """Whether there are other ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

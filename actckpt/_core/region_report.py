@@ -1,4 +1,4 @@
-"""What a region did with every value that autograd saved, per operator and module."""
+"""What a region did with every value that autograd saved, by operator and module."""
 
 import dataclasses
 import json
@@ -17,16 +17,16 @@ from actckpt.action import Action
 
 __all__ = ["READ", "SMALL", "Entry", "Figures", "Report", "Row", "SavedValue", "TakenDown", "explained"]
 
-#: Why something is held that autograd did not save: the extension says so of what replays begin from.
+#: Why a value that autograd did not save is held; C++ uses the same text.
 READ = "others are replayed from it"
-#: Why something stays that was to be moved.
+#: Why a value that the policy offloads stays.
 SMALL = "smaller than min_bytes"
 _NOTHING = "Nothing was saved here that could be moved."
 
 
 @dataclasses.dataclass
 class TakenDown:
-    """What is known of a value that no recorder saw: the fields of an `Entry` that reports go by."""
+    """A value that no recorder saw: the fields of an `Entry` that reports use."""
 
     operator: str
     module: str | None
@@ -35,7 +35,7 @@ class TakenDown:
     storage: weakref.ref[torch.UntypedStorage] | None
     nbytes: int
     num_replays: int = 0
-    #: How many values these are.
+    #: The number of values it represents.
     num_values: int = 1
 
 
@@ -49,7 +49,7 @@ class Row:
     kept_bytes: int
     offloaded_bytes: int
     recomputed_bytes: int
-    #: How often a value of this row was computed again.
+    #: How often a value of this row was recomputed.
     num_replays: int
     #: Why values that the policy wanted to recompute were kept: reason -> number of values.
     not_replayed: dict[str, int]
@@ -59,16 +59,16 @@ class Row:
 class SavedValue:
     """One value that autograd saved."""
 
-    #: What names it in every step and process, and as a key of a policy; None for inputs, for what no recorded operator
-    #: made, and where the first report that anybody asked for is of a later step than the first.
+    #: Names it in every step and process, and as a key of a policy. None for inputs, for what no recorded operator
+    #: made, and if the first report was requested after the first step.
     place: Place | None
     action: Action
     nbytes: int
-    #: Why it got its action, where the policy alone does not say; else an empty text.
+    #: Why it got its action, if not from the policy alone; else empty.
     why: str
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data, the place as its text."""
+        """Return the fields as plain data, the place as text."""
         place = None if self.place is None else str(self.place)
         return {"place": place, "action": self.action.value, "nbytes": self.nbytes, "why": self.why}
 
@@ -78,29 +78,29 @@ class Report:
     """What became of the saved tensors of a region. `print` it for a table."""
 
     rows: tuple[Row, ...]
-    #: Why there are no rows, where nothing was recorded; else an empty text.
+    #: Why there are no rows, if nothing was recorded; else empty.
     note: str = ""
-    #: Operators that the policy names and that did not run here in the first step, with what ran in their place.
+    #: Operators that the policy names and that did not run here in the first step, each with what ran instead.
     operators_not_run: tuple[str, ...] = ()
-    #: Bytes of the values made in the region, saved, kept, replayed or brought back, that were alive at once, at most
-    #: so far. Not counted: inputs and parameters, gradients, what autograd did not save and the region did not hold.
+    #: Peak of the live bytes of the values made in the region: saved, kept, replayed or loaded. Not counted: inputs and
+    #: parameters, gradients, and what autograd did not save and the region did not hold.
     peak_bytes: int = 0
-    #: Each value by itself, in the order of saving.
+    #: The single values, in the order of saving.
     values: tuple[SavedValue, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of values whose storage stayed."""
+        """Bytes of values whose storage was kept."""
         return sum(row.kept_bytes for row in self.rows)
 
     @property
     def offloaded_bytes(self) -> int:
-        """Bytes of values that went to a store."""
+        """Bytes of offloaded values."""
         return sum(row.offloaded_bytes for row in self.rows)
 
     @property
     def recomputed_bytes(self) -> int:
-        """Bytes of values that were dropped."""
+        """Bytes of dropped values."""
         return sum(row.recomputed_bytes for row in self.rows)
 
     @classmethod
@@ -112,7 +112,7 @@ class Report:
         *,
         peak_bytes: int = 0,
     ) -> "Report":
-        """Sum entries up by operator and module, in the order of their first value."""
+        """Sum up entries by operator and module, in the order of their first value."""
         groups: dict[tuple[str, str | None], list[Entry]] = {}
         for entry in entries:
             groups.setdefault((entry.operator, entry.module), []).append(entry)
@@ -121,7 +121,7 @@ class Report:
         return cls(rows, "" if groups else note, operators_not_run, peak_bytes, values)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the rows, the values and the sums as plain data."""
+        """Return rows, values and sums as plain data."""
         return {
             "rows": [dataclasses.asdict(row) for row in self.rows],
             "values": [value.as_dict() for value in self.values],
@@ -141,7 +141,7 @@ class Report:
         """Return a table for people, or one line that says why there is none.
 
         Args:
-            places: one line per value, with its place, in the place of one per operator and module.
+            places: one line per value, with its place, instead of one per operator and module.
         """
         if self.note:
             return self.note
@@ -163,7 +163,7 @@ class Report:
 
 
 class Figures:
-    """What the report of one region is made of."""
+    """The data for the report of one region."""
 
     __slots__ = ("entries", "meter", "session", "site")
 
@@ -171,16 +171,16 @@ class Figures:
         self.entries: list[Entry] = []
         self.meter = Meter()
         self.session: OffloadSession | None = None
-        #: Where the region was opened; it gets to know that somebody asks.
+        #: The call site of the region; notified when a report is requested.
         self.site: Any = None
 
     def watch(self, session: OffloadSession) -> None:
-        """Report on a block that moves everything, operators unseen."""
+        """Report on a block that offloads everything, without recorded operators."""
         self.session = session
         session.watch(self.meter)
 
     def report(self, note: str = "", operators_not_run: tuple[str, ...] = ()) -> Report:
-        """Return the report as things stand."""
+        """Return the current report."""
         if self.site is not None:
             self.site.is_reported = True
         if self.session is None:
@@ -193,20 +193,20 @@ class Figures:
 
 
 def explained(entries: list[Entry], tensor: Tensor) -> str:
-    """Say why a tensor got its action."""
+    """Return why a tensor got its action."""
     storage = tensor.untyped_storage()
-    found = [entry for entry in entries if entry.storage() is storage]
-    if not found and tensor.is_leaf and tensor.requires_grad:
+    matching = [entry for entry in entries if entry.storage() is storage]
+    if not matching and tensor.is_leaf and tensor.requires_grad:
         return (
             f"Tensor of shape {tuple(tensor.shape)}: a leaf that requires grad, as parameters are. It stays: somebody "
             "else holds it anyway."
         )
-    if not found:
+    if not matching:
         return (
             f"Tensor of shape {tuple(tensor.shape)}: autograd did not save it in this region, so nothing is held on "
             "its account."
         )
-    return "\n".join(_explained_one(entry) for entry in found)
+    return "\n".join(_explained_one(entry) for entry in matching)
 
 
 def _explained_one(entry: Entry) -> str:

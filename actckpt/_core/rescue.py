@@ -1,15 +1,14 @@
-"""Work of backward that ran out of memory runs once more.
+"""Backward work that ran out of memory runs once more.
 
-NOTE [ Rescue ]
+A rerun, a replay and a reload run once more if an allocation failed (csrc/core/rescue.h). Before that, the first
+attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the allocator returns its cached
+memory, which also helps against fragmentation. If the second attempt fails too, its error is raised, with the first one
+at the end of its `__context__`.
 
-Rule 1. A rerun, a replay and a reload run once more, as they are, where an allocation failed (csrc/core/rescue.h).
-Rule 2. Before that, the first attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the
-        allocator returns its cached memory, which also answers fragmentation.
-Rule 3. A rerun that communicated with other ranks does not run once more: they would wait, or pair it with something
-        else. The counts of process groups tell. NCCL does not count sends, so with it no rerun runs once more. Replays
-        and reloads do not communicate; those in which a rerun ran do not run once more, with one rank either.
-Rule 4. While a stream is being captured nothing runs once more.
-Rule 5. No error is hidden: the one of the second attempt is raised, with the first one at the end of its `__context__`.
+A rerun that communicated with other ranks does not run once more: they would hang, or match it with another operation.
+The operation counters of process groups show that. NCCL does not count sends, so with NCCL no rerun runs once more.
+Replays and reloads do not communicate. One during which a rerun ran does not run once more, even on a single rank.
+Nothing runs once more while a stream is being captured.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from actckpt._core.counters import counters
 __all__ = ["add_first_error", "is_out_of_memory", "may_run_again", "num_operations", "release_caches"]
 
 _ALL = 1 << 62
-#: Errors of allocators that are a RuntimeError like many others: of the CPU, of CUDA outside of torch's allocator.
+#: Messages of allocators that raise a plain RuntimeError: the CPU's, and CUDA outside of torch's allocator.
 _TEXTS = ("DefaultCPUAllocator: ", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 
 
@@ -35,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def num_operations() -> tuple[int | None, ...]:
-    """Return how many operations each process group has run, None: unknown; nothing where there is only this rank."""
+    """Return the number of operations of each process group, None: unknown; empty for a single rank."""
     return torch_private.operations_of_groups() if ranks.has_others() else ()
 
 
@@ -43,7 +42,7 @@ def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) ->
     """Whether work that raised an error runs once more.
 
     Args:
-        begun: what `num_operations` returned before a rerun; None: it is a replay or a reload.
+        begun: result of `num_operations` before a rerun; None: it is a replay or a reload.
     """
     if not config.settings().rescue or not is_out_of_memory(error) or devices.is_capturing():
         return False
@@ -51,7 +50,7 @@ def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) ->
 
 
 def release_caches() -> None:
-    """Release the memory of caches (Rule 2)."""
+    """Release the memory of caches."""
     counters.add("rescued_recomputations", 1)
     pressure.release(_ALL)
     accelerator = devices.current()
@@ -60,7 +59,7 @@ def release_caches() -> None:
 
 
 def add_first_error(error: BaseException, first: str) -> None:
-    """Add the text of the first attempt's error to the error of the second one (Rule 5)."""
+    """Add the text of the first attempt's error to the error of the second one."""
     while error.__context__ is not None:
         error = error.__context__
     error.__context__ = torch.OutOfMemoryError(first)

@@ -1,9 +1,8 @@
-"""Global state of a region: what a rerun finds as the forward found it.
+"""Global state of a region, restored for its reruns.
 
-Covered here: autocast of the CPU and the accelerator with dtype and cache flag, function modes (the default device is
-one), dispatch modes that may change results (NOTE [ Modes ]), the current device, inference mode. Settings that change
-which numbers operators compute are in `numerics`, random state is in `random_state`. State that is not known here is
-carried by extensions (NOTE [ Extensions ]).
+This covers autocast of the CPU and the accelerator with dtype and cache flag, function modes (the default device is
+one), dispatch modes that may change results (NOTE [ Modes ]), the current device, and inference mode. Settings that
+change operator results are in `numerics`, random state is in `random_state`. Extensions carry state unknown here.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ __all__ = ["GlobalState", "capture", "restored", "without_autocast"]
 GlobalState = tuple[Any, ...]
 
 
-#: What the extension asks at every region (csrc/rerun/region.cpp). Where one of the first two is set, `capture` adds
-#: details.
+#: Getters that C++ calls at every region (csrc/rerun/region.cpp). If one of the first two returns something, `capture`
+#: adds details.
 GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
@@ -32,7 +31,7 @@ GETTERS: tuple[Callable[[], Any], ...] = (
 
 
 def capture() -> GlobalState:
-    """Return the global state that reruns restore, as a tuple that can be compared."""
+    """Return the global state that reruns restore, as a comparable tuple."""
     quick = _C.capture_state()
     if quick[0] or quick[1]:
         return (*quick, _autocast_state() if quick[0] else None, torch_private.function_modes())
@@ -41,7 +40,7 @@ def capture() -> GlobalState:
 
 @contextmanager
 def restored(state: GlobalState, outside: GlobalState) -> Iterator[None]:
-    """Run the body under `state`, captured in forward, where `outside` is the state now."""
+    """Run the body under `state`, captured in forward; `outside` is the current state."""
     with ExitStack() as stack:
         for entry in _differences(state, outside):
             stack.enter_context(entry)
@@ -54,7 +53,7 @@ def _differences(state: GlobalState, outside: GlobalState) -> Iterator[AbstractC
     _, _, dispatch_modes_outside, device_outside, settings_outside = outside[:count]
     autocast, function_modes = state[count:] or (None, ())
     autocast_outside, function_modes_outside = outside[count:] or (None, ())
-    if torch.is_inference_mode_enabled():  # nothing is saved in it, so it was off in forward
+    if torch.is_inference_mode_enabled():  # it saves nothing, so it was off in forward
         yield torch.inference_mode(False)
     if settings != settings_outside:
         yield numerics.restored(settings)
@@ -79,22 +78,22 @@ def _autocast_of(device_type: str) -> tuple[str, bool, torch.dtype]:
 
 
 def _autocast_state() -> tuple[Any, ...] | None:
-    found = tuple(_autocast_of(device_type) for device_type in devices.autocast_types())
-    if not any(enabled for _, enabled, _ in found):
+    states = tuple(_autocast_of(device_type) for device_type in devices.autocast_types())
+    if not any(enabled for _, enabled, _ in states):
         return None
-    return (*found, torch.is_autocast_cache_enabled())
+    return (*states, torch.is_autocast_cache_enabled())
 
 
 @contextmanager
 def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
-    """Enter torch.autocast itself: it also keeps count of its nesting and clears its cache."""
+    """Enter torch.autocast itself: it also counts its nesting and clears its cache."""
     if state is None:
         with without_autocast():
             yield
         return
-    *found, cache = state
+    *states, cache = state
     with ExitStack() as stack:
-        for of_device in found:
+        for of_device in states:
             device_type, enabled, dtype = of_device
             if device_type == "cpu" or of_device != _autocast_of(device_type):  # a device may have no autocast
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache))
@@ -103,7 +102,7 @@ def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Run the body with autocast off, for the CPU and the accelerator."""
+    """Run the body without autocast, for the CPU and the accelerator."""
     with ExitStack() as stack:
         for device_type in devices.autocast_types():
             if device_type == "cpu" or torch.is_autocast_enabled(device_type):

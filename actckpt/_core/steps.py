@@ -1,4 +1,4 @@
-"""The training steps that people give us to run: checked before they do, explained where they leave no gradients."""
+"""Training steps passed by users: validated before they run, explained if they leave no gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from actckpt._core.tensor_changes import version_of
 __all__ = ["Step"]
 
 _GRAD_OFF = "Gradients are off here (torch.no_grad or torch.inference_mode): call it outside of that."
-#: In the place of identity and version.
+#: Stands for the identity and version of a gradient.
 _NO_GRADIENT = (0, 0)
 _RETURNED_LOSS = " It returned a tensor: run backward inside of the step: lambda: step().backward()."
 
@@ -23,12 +23,12 @@ class Step:
     """A training step that can be called without arguments.
 
     Args:
-        step: what was given.
-        who: the function of actckpt that it was given to, for errors.
-        model: what it trains.
+        step: the user's function.
+        who: the actckpt function that it was passed to, for errors.
+        model: the model it trains.
     Raises:
         TypeError: it is no function, or `model` is no module.
-        ValueError: it takes arguments, or does not run when it is called.
+        ValueError: it takes arguments, or does not run when called.
     """
 
     def __init__(self, step: Callable[[], object], who: str, model: torch.nn.Module) -> None:
@@ -36,7 +36,8 @@ class Step:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"{who}: model is a {type(model).__name__}, not a module. Pass what the step trains.")
         self._step, self._who, self._model = step, who, model
-        #: Whether the first call left gradients in the model, or had some where it ran an optimizer; None before it.
+        #: Whether the first call left gradients in the model, or had some before its optimizer step; None before that
+        #: call.
         self.left_gradients: bool | None = None
         #: Whether it returned a tensor with a graph.
         self._returned_loss = False
@@ -45,7 +46,7 @@ class Step:
         """Run the step.
 
         Raises:
-            ValueError: gradients are off around it, and it needs them.
+            ValueError: it needs gradients, and grad mode is off.
         """
         if self.left_gradients is not None:
             self._run()
@@ -55,9 +56,9 @@ class Step:
         def look(*_: object) -> None:
             nonlocal has_gradients
             now = self._gradients()
-            has_gradients = has_gradients or (now != before and any(found != _NO_GRADIENT for found in now))
+            has_gradients = has_gradients or (now != before and any(gradient != _NO_GRADIENT for gradient in now))
 
-        handle = register_optimizer_step_pre_hook(look)  # it may set them to None afterwards
+        handle = register_optimizer_step_pre_hook(look)  # the step may set them to None afterwards
         try:
             result = self._run()
         finally:
@@ -75,23 +76,23 @@ class Step:
             raise
 
     def _gradients(self) -> list[tuple[int, int]]:
-        found = (parameter.grad for parameter in self._model.parameters())
-        return [_NO_GRADIENT if grad is None else (id(grad), version_of(grad)) for grad in found]
+        gradients = (parameter.grad for parameter in self._model.parameters())
+        return [_NO_GRADIENT if grad is None else (id(grad), version_of(grad)) for grad in gradients]
 
-    def check_gradients(self, found: bool) -> None:
-        """Raise where the step left no gradients.
+    def check_gradients(self, has_gradients: bool) -> None:
+        """Raise if the step left no gradients.
 
         Raises:
             ValueError: says why, and what to do.
         """
-        if not found:
+        if not has_gradients:
             raise ValueError(
                 f"{self._who}: the step left no gradients in the {sum(1 for _ in self._model.parameters())} parameters "
                 f"of {type(self._model).__name__}. Pass one that runs forward and backward of this model.{self.hint()}"
             )
 
     def hint(self) -> str:
-        """Say why backward did not run through the model, after a space; nothing where it did, or that is not known."""
+        """Return why backward did not run through the model, after a space; empty if it did, or if that is unknown."""
         if self.left_gradients:
             return ""
         if not torch.is_grad_enabled():
@@ -116,5 +117,5 @@ def _check(step: Any, who: str) -> None:
     except TypeError as error:
         kind = f"the module {type(step).__name__}, which" if isinstance(step, torch.nn.Module) else "a function that"
         raise ValueError(f"{who}: the step is {kind} takes arguments ({error}). {example}.") from None
-    except ValueError:  # a builtin, which has no signature
+    except ValueError:  # a builtin without a signature
         pass

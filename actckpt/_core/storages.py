@@ -25,8 +25,8 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
     elif dataclasses.is_dataclass(value):

@@ -1,15 +1,13 @@
-"""Tensor subclasses: what they hold is packed part by part, and they are built again from it.
+"""Tensor subclasses: their inner tensors are packed one by one, and the subclass is rebuilt from them.
 
-NOTE [ Subclasses ]
+`__tensor_flatten__` names the parts of a subclass. Not all parts are tensors (a DTensor names its mesh); others are
+held as they are. Parts may be subclasses themselves. The version counters of the parts do not count changes of the
+outer tensor, so its own version is checked too, while it is alive. If a collective still writes a part, packing waits
+for it, since the part may be read at once.
 
-Rule 1. A subclass says by `__tensor_flatten__` what it is made of. The names that it gives need not be those of
-        tensors: a DTensor names its mesh. What is no tensor is held as it is. Parts may be subclasses themselves.
-Rule 2. The version counters of the parts do not tell what is done to the outer tensor, so that itself is asked, as
-        long as it lives.
-Rule 3. What a collective is still writing is waited for: it may be read at once.
-Rule 4. What says how a nested tensor is divided is the name of its sizes: the same tensor must come back.
-Rule 5. Where all parts come back as the very objects that they were, so does the outer tensor. Else it is built again,
-        and has the Python attributes of the saved one, as plain tensors do (csrc/core/saved_identity.h).
+The offsets of a nested tensor identify its sizes, so the same offsets tensor must come back. If all parts come back as
+the same objects, so does the outer tensor. Otherwise it is rebuilt, with the Python attributes of the saved one, as for
+plain tensors (csrc/core/saved_identity.h).
 """
 
 import weakref
@@ -26,13 +24,13 @@ __all__ = ["FlattenedSubclass", "parts_of", "plain_parts"]
 
 
 def parts_of(tensor: Any) -> tuple[dict[str, Any], Any]:
-    """Return what a subclass with `__tensor_flatten__` is made of, by name, and the context to build it with."""
+    """Return the parts of a subclass with `__tensor_flatten__` by name, and the context for rebuilding it."""
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor is made of: a shard, of one that several ranks have together."""
+    """Yield the plain tensors inside a tensor, such as the local shard of a DTensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -47,8 +45,8 @@ class FlattenedSubclass:
 
     Args:
         tensor: of a type with `__tensor_flatten__`.
-        pack: returns what stands for a part that is a tensor.
-        unpack: returns the part that was packed.
+        pack: packs a tensor part.
+        unpack: restores a packed part.
     """
 
     __slots__ = (
@@ -62,7 +60,8 @@ class FlattenedSubclass:
         self._same: dict[str, Any] = {}
         self._packed: dict[str, Any] = {}
         for name, part in parts.items():
-            if isinstance(part, Tensor) and (name == "_values" or not tensor.is_nested):  # Rule 4
+            # The offsets of a nested tensor must come back as the same object.
+            if isinstance(part, Tensor) and (name == "_values" or not tensor.is_nested):
                 self._packed[name] = pack(part)
             else:
                 self._same[name] = part
@@ -77,7 +76,7 @@ class FlattenedSubclass:
         self._version = version_of(tensor)
 
     def unpack(self) -> Tensor:
-        """Build the subclass again from its parts."""
+        """Rebuild the subclass from its parts."""
         outer = self._tensor()
         if outer is not None and version_of(outer) != self._version:
             raise changed_in_place(self._shape, outer.dtype, version_of(outer), self._version)

@@ -1,4 +1,4 @@
-"""What tells that a tensor is not as it was: its version, its memory, or a copy of its bytes."""
+"""How changes of a tensor are detected: by its version, its memory, or a copy of its bytes."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ __all__ = ["Watched", "has_same_bytes", "own_copy", "version_of"]
 
 
 class Watched:
-    """A tensor that reruns need as it is now (Rules 1 and 6 of NOTE [ Inputs of a region ])."""
+    """A tensor that must be unchanged for reruns (NOTE [ Inputs of a region ], Rules 1 and 6)."""
 
     __slots__ = ("_copy", "_implementation", "_memory", "tensor", "version")
 
@@ -28,23 +28,23 @@ class Watched:
         )
 
     def has_other_memory(self) -> bool:
-        """Whether it was given other memory, which no version tells."""
+        """Whether it was given other memory, which no version counts."""
         is_swapped = torch_private.implementation_of(self.tensor) != self._implementation
         return is_swapped or memory_of(self.tensor) is not self._memory
 
     def hold_instead(self, alias: Tensor) -> None:
-        """Hold an alias in the place of the tensor."""
+        """Hold an alias instead of the tensor."""
         self.tensor = alias
         self._implementation = torch_private.implementation_of(alias)
 
 
 def version_of(value: object) -> int:
-    """Return the version of a tensor; 0 for what has none."""
+    """Return the version of a tensor; 0 if it has none."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def own_copy(tensor: Tensor) -> Tensor:
-    """Return a normal tensor like an inference tensor, or like such a copy, on memory that nobody else has."""
+    """Return a normal tensor with the contents of an inference tensor, or of such a copy, on its own memory."""
     with torch.inference_mode(False), torch.no_grad():
         copied = tensor.clone()
         if tensor.layout is torch.strided and copied.stride() != tensor.stride():
@@ -54,7 +54,7 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 def has_same_bytes(copied: Tensor, tensor: Tensor) -> bool:
-    """Whether a tensor is still as it was when it was copied."""
+    """Whether a tensor still equals its copy."""
     if copied.shape != tensor.shape or copied.dtype != tensor.dtype:
         return False
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The state that a training step changes, put back as it was: for calls that run a step in order to measure it."""
+"""The state that a training step changes, saved and restored by functions that run a step to measure it."""
 
 import copy
 import hashlib
@@ -28,10 +28,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> bytes:
-    found = hashlib.sha256()
+    hash_ = hashlib.sha256()
     for part in plain_parts(tensor.detach()):
-        found.update(_bits(part.cpu()).numpy().data)
-    return found.digest()
+        hash_.update(_bits(part.cpu()).numpy().data)
+    return hash_.digest()
 
 
 class _Held:
@@ -63,7 +63,7 @@ _NOT_GIVEN = (
 
 
 class _HeldOptimizer:
-    """One optimizer, its state and the settings of its groups."""
+    """One optimizer, its state and its group settings."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -91,13 +91,13 @@ class _HeldOptimizer:
 
 
 class TrainingState:
-    """Parameters, buffers, gradients, state of an optimizer and random state, as they are now.
+    """Current parameters, buffers, gradients, optimizer state and random state.
 
-    Random state is that of all default generators and of those in attributes of modules.
+    Random state covers all default generators and those in module attributes.
 
     Args:
-        model: parameters, buffers and gradients of all of its modules.
-        optimizers: their state and the settings of their groups; those that the step runs.
+        model: all parameters, buffers and gradients of its modules.
+        optimizers: the optimizers that the step runs: their state and group settings.
 
     Cost: copies of all of it in host memory.
     """
@@ -116,14 +116,14 @@ class TrainingState:
         self._optimizers = [_HeldOptimizer(optimizer) for optimizer in optimizers]
         self._trained = trained_by(optimizers)
         self._random = random_state()
-        self._generators = [(found, found.get_state()) for found in _C.Parameters(model).generators]
+        self._generators = [(generator, generator.get_state()) for generator in _C.Parameters(model).generators]
 
     @contextmanager
     def checked(self, who: str) -> Iterator[None]:
-        """Run a first step in the body; raise where a second one would not be the same.
+        """Run a first step in the body; raise if a second one would not be the same.
 
-        An optimizer of the model that was not given raises before it changes anything, and without any optimizer
-        parameters must not change. Those of other models (a discriminator) are let alone.
+        An optimizer of the model that was not passed raises before it changes anything. Without any optimizer,
+        parameters must not change. Optimizers of other models (a discriminator) are ignored.
         """
         thread = threading.get_ident()
 
@@ -148,18 +148,18 @@ class TrainingState:
         return bool(self._optimizers)
 
     def has_changed_parameters(self) -> bool:
-        """Whether any parameter has other bytes than it had."""
+        """Whether the bytes of any parameter have changed."""
         return any(held.is_changed() for held in self._parameters.values())
 
     def digest(self) -> list[bytes]:
-        """Return a digest of each parameter, buffer and gradient as it is now."""
+        """Return a digest of each parameter, buffer and gradient."""
         tensors: list[Tensor | None] = [held.tensor for held in self._parameters.values()]
         tensors += [module._buffers[name] for module, name, _ in self._buffers]
         tensors += [parameter.grad for parameter, _ in self._gradients]
         return [b"" if tensor is None or tensor.is_meta else _hash(tensor) for tensor in tensors]
 
     def put_back(self) -> None:
-        """Make everything what it was, in the same tensors."""
+        """Restore everything, in the same tensors."""
         for held in self._parameters.values():
             held.put_back()
         for module, name, buffer in self._buffers:
@@ -169,12 +169,12 @@ class TrainingState:
         for optimizer in self._optimizers:
             optimizer.put_back()
         set_random_state(self._random)
-        for generator, found in self._generators:
-            generator.set_state(found)
+        for generator, state in self._generators:
+            generator.set_state(state)
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return the states of all default generators: of torch per device, of Python and NumPy; and of known trackers."""
+    """Return the states of all default generators (torch per device, Python, NumPy) and of known trackers."""
     accelerator = devices.available()
     generators = [] if accelerator is None else accelerator.generators()
     of_devices = [(generator, generator.get_state()) for generator in generators]
@@ -182,7 +182,7 @@ def random_state() -> tuple[Any, ...]:
 
 
 def set_random_state(state: tuple[Any, ...]) -> None:
-    """Make the states of all default generators what they were, and those of trackers."""
+    """Restore the states of all default generators and of trackers."""
     of_cpu, of_devices, of_python, of_numpy, of_trackers = state
     torch.set_rng_state(of_cpu)
     for generator, of_device in of_devices:

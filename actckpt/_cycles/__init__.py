@@ -1,1 +1,1 @@
-"""Budgets from a measured timeline: what cycles of training need, and the plan that they run."""
+"""Memory budgets from a measured timeline: the memory of training cycles, and the plan that they run."""

@@ -2,15 +2,16 @@
 
 NOTE [ The meter of a device ]
 
-1. A metered cycle starts the allocator's peak again at each event, without waiting for the device. All meters and
-   watches of the device take the peak down before that.
-2. Memory that existed before a cycle and dies in it would look like memory that the cycle gives back. So garbage is
-   collected before a cycle is measured, the device's thread of autograd frees the graph of the last backward first,
-   what is on its way to a store counts as gone, and what earlier outputs had is added once they are gone. Where less is
-   alive than when the cycle began, the cycle counts from there.
-3. What profiles run beside the step, and checksums of audits, are left out.
-4. In cycles without a meter the peak is read, when the model's forward ends and when the cycle ends. An older peak that
-   is higher hides it: in one of 64 cycles it starts again.
+A metered cycle resets the allocator's peak at each event, without waiting for the device. All meters and watches of the
+device read the peak before that.
+
+Memory from before a cycle that dies during the cycle would look like memory that the cycle frees. So garbage is
+collected before a cycle is measured, and the device's autograd thread first frees the graph of the last backward. Bytes
+being copied to a store count as freed. The bytes of earlier outputs are added once these are gone. If less is alive
+than when the cycle started, the cycle counts from there.
+
+Profiling runs inside the step, and checksums of audits, do not count. In cycles without a meter, the peak is read when
+the model's forward ends and when the cycle ends. An older, higher peak hides theirs: it is reset in one of 64 cycles.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from actckpt._replay import checksums
 
 __all__ = ["AllocatorMeter", "Older", "RisenPeak", "free_older", "watch_of"]
 
-#: A storage that existed before the cycle, and its bytes.
+#: A storage from before the cycle, and its bytes.
 Older = tuple[weakref.ref[torch.UntypedStorage], int]
 
 
 class _Observer:
-    """Something that reads the peak of a device.
+    """An object that reads the peak of a device.
 
     Args:
-        parameters: leaves whose accumulated gradients do not count; empty where they do.
-        older: storages whose bytes count as there, also once they are gone.
+        parameters: leaves whose accumulated gradients do not count; empty if they do.
+        older: storages whose bytes count as alive, even once they are gone.
     """
 
     def __init__(
@@ -54,49 +55,49 @@ class _Observer:
         self._parameters, self._older = parameters, tuple(older)
 
     def see(self) -> None:
-        """Take down the peak until now, as far as it belongs to the cycle."""
+        """Read the current peak, as far as it belongs to the cycle."""
         raise NotImplementedError
 
     def started_again(self) -> None:
-        """The allocator's peak starts again from what is alive."""
+        """The allocator's peak was reset to the live bytes."""
 
     def _gone_bytes(self) -> int:
         return sum(nbytes for storage, nbytes in self._older if storage() is None)
 
     def begin(self) -> None:
-        """Take part from now on, as long as it lives."""
+        """Start observing, until `finish` or until this object dies."""
         key = id(self)
         _observers[key] = weakref.ref(self, lambda _: _observers.pop(key, None))
 
     def finish(self) -> None:
-        """Take part no more."""
+        """Stop observing."""
         _observers.pop(id(self), None)
 
 
-#: Those that take part. Threads add and remove some while others read.
+#: Active observers. Threads add and remove some while others read.
 _observers: dict[int, weakref.ref[_Observer]] = {}
 
 
 def _observers_of(device: torch.device) -> list[_Observer]:
-    found = [ref() for ref in list(_observers.values())]
-    return [each for each in found if each is not None and each.device == device]
+    observers = [ref() for ref in list(_observers.values())]
+    return [observer for observer in observers if observer is not None and observer.device == device]
 
 
 def _see(device: torch.device) -> None:
-    for each in _observers_of(device):
-        each.see()
+    for observer in _observers_of(device):
+        observer.see()
 
 
 def _start_again(allocator: devices.Accelerator, device: torch.device) -> int:
-    """Start the peak again; return the bytes that are alive."""
+    """Reset the peak; return the live bytes."""
     live_bytes = allocator.reset_peak(device, waits=False)
-    for each in _observers_of(device):
-        each.started_again()
+    for observer in _observers_of(device):
+        observer.started_again()
     return live_bytes
 
 
 class AllocatorMeter(_Observer):
-    """Counts a metered cycle (NOTE [ The meter of a device ]). See `_Observer` for the arguments."""
+    """Meters a cycle (NOTE [ The meter of a device ]). See `_Observer` for the arguments."""
 
     def __init__(
         self,
@@ -106,16 +107,16 @@ class AllocatorMeter(_Observer):
         older: Iterable[Older],
     ) -> None:
         super().__init__(allocator, device, parameters, older)
-        self._without_gradient = {id(each) for each in parameters if each.grad is None}
-        #: Of gradients that were accumulated in this cycle: by now, and by the last event.
+        self._without_gradient = {id(parameter) for parameter in parameters if parameter.grad is None}
+        #: Bytes of gradients accumulated in this cycle: now, and at the last event.
         self._gradient_bytes = self._noted_gradient_bytes = 0
-        #: The peak since the last event, and how many contexts that leave something out are entered.
+        #: The peak since the last event, and the nesting depth of `muted`.
         self._peak_bytes = self._num_muted = 0
-        # Autograd holds these where no garbage collector looks, and the meter holds the parameters.
+        # Autograd holds these where no garbage collector sees them, and the meter holds the parameters.
         accumulated = weakref.WeakMethod(self._accumulated)
-        self._hooks = [each.register_post_accumulate_grad_hook(_calling(accumulated)) for each in parameters]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(_calling(accumulated)) for parameter in parameters]
         _see(device)
-        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
         self._base_bytes = _start_again(allocator, device) - inflight_bytes
         self.is_counting = True
         self.begin()
@@ -133,19 +134,19 @@ class AllocatorMeter(_Observer):
     def take(self) -> tuple[int, int]:
         _see(self.device)
         live_bytes = _start_again(self.allocator, self.device)
-        # What was allocated or freed since the last event may come before the peak or after it: it counts.
+        # Allocations and frees since the last event may lie before or after the peak: assume the worse case.
         added_bytes = self._gone_bytes() - self._base_bytes
         peak_bytes = self._peak_bytes + added_bytes - self._noted_gradient_bytes
         self._peak_bytes, self._noted_gradient_bytes = 0, self._gradient_bytes
         live_bytes += added_bytes - self._gradient_bytes
-        if live_bytes < 0:  # something that existed before has died, and no weak reference tells
+        if live_bytes < 0:  # memory from before the cycle died unnoticed by weak references
             self._base_bytes += live_bytes
             live_bytes = 0
         return live_bytes, max(live_bytes, peak_bytes)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Leave out what runs inside; audits inside of it enter this again."""
+        """Do not count what runs inside; audits inside of it enter this again."""
         if not self._num_muted:
             _see(self.device)
         self._num_muted += 1
@@ -171,7 +172,7 @@ class AllocatorMeter(_Observer):
         return None
 
     def left_bytes(self, gradients: list[torch.Tensor]) -> int:
-        return 0  # what is allocated counts already
+        return 0  # the allocator counts it already
 
     def end(self) -> None:
         for hook in self._hooks:
@@ -187,7 +188,7 @@ class RisenPeak(_Observer):
     """Whether the peak rises in a cycle without a meter. See `_Observer` for the arguments.
 
     Args:
-        starts_again: the peak starts again now: else an older one that is higher hides what the cycle needs.
+        starts_again: reset the peak now; otherwise an older, higher one hides that of the cycle.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class RisenPeak(_Observer):
         if starts_again:
             _see(device)
             _start_again(allocator, device)
-        inflight_bytes = stores.inflight_bytes(device)  # first: asking releases what has passed
+        inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
         self._base_bytes = allocator.allocated_bytes(device) - inflight_bytes - self._bytes_of_gradients()
         self._known_bytes, self._most_bytes = allocator.peak_bytes(device), 0
         self.begin()
@@ -218,20 +219,20 @@ class RisenPeak(_Observer):
         self._known_bytes = 0
 
     def _bytes_of_gradients(self) -> int:
-        return _bytes_of([each.grad for each in self._parameters])
+        return _bytes_of([parameter.grad for parameter in self._parameters])
 
     def end(self) -> int:
-        """Return how far the peak was above what there was at the begin; 0 where an older peak was higher."""
+        """Return how far the peak was above the bytes at the start; 0 if an older peak was higher."""
         self.see()
         self.finish()
         return self._most_bytes
 
 
 def free_older(device: torch.device, *, collects_garbage: bool) -> None:
-    """Free what earlier cycles left on a device to garbage and to the thread of autograd. On a CPU, nothing is done.
+    """Free memory of earlier cycles that garbage and the device's autograd thread hold. Does nothing for a CPU.
 
-    That thread lets go of a graph a little after its backward, and before it takes up the next one: so this runs one,
-    which needs no memory.
+    That thread frees a graph shortly after its backward, and before it takes the next one. So this runs an empty
+    backward.
     """
     if devices.counting(device) is None or torch_private.current_graph_task_id() != -1:
         return
@@ -244,9 +245,9 @@ def free_older(device: torch.device, *, collects_garbage: bool) -> None:
 
 def _calling(method: weakref.WeakMethod[Any]) -> Callable[[torch.Tensor], None]:
     def hook(tensor: torch.Tensor) -> None:
-        found = method()
-        if found is not None:
-            found(tensor)
+        bound = method()
+        if bound is not None:
+            bound(tensor)
 
     return hook
 
@@ -254,10 +255,10 @@ def _calling(method: weakref.WeakMethod[Any]) -> Callable[[torch.Tensor], None]:
 def watch_of(
     device: torch.device, parameters: list[torch.nn.Parameter], older: Iterable[Older], *, starts_again: bool
 ) -> RisenPeak | None:
-    """Return a watch for a cycle, None where no allocator counts. See `RisenPeak` for the arguments."""
+    """Return a watch for a cycle, None if no allocator has statistics. See `RisenPeak` for the arguments."""
     allocator = devices.counting(device)
     return None if allocator is None else RisenPeak(allocator, device, parameters, older, starts_again=starts_again)
 
 
 def _bytes_of(tensors: list[torch.Tensor | None]) -> int:
-    return sum(storage.nbytes() for storage in storages_of([each for each in tensors if each is not None]))
+    return sum(storage.nbytes() for storage in storages_of([tensor for tensor in tensors if tensor is not None]))

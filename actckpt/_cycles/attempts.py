@@ -1,4 +1,4 @@
-"""Plans of one kind of cycle that ran under a meter since the model was measured, or had to be corrected."""
+"""Plans of one kind of cycle that ran under a meter since the model was measured or corrected."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Attempt:
 
 
 class Attempts:
-    """Remembers them.
+    """The list of attempts.
 
     Attributes:
-        num_rounds: how many ran since `start_again`.
+        num_rounds: number of attempts since `start_again`.
     """
 
     def __init__(self) -> None:
@@ -32,21 +32,21 @@ class Attempts:
         return bool(self._all)
 
     def add(self, plan: Plan, peak_bytes: float) -> None:
-        """A plan ran."""
+        """Add a plan that ran."""
         self._all.append(Attempt(plan, peak_bytes))
         self.num_rounds += 1
 
     def start_again(self) -> None:
-        """Count rounds anew: plans are of another sort from now on."""
+        """Restart the count of rounds: later plans are of another sort."""
         self.num_rounds = 0
 
     def has(self, plan: Plan) -> bool:
-        """Return whether a plan with the same actions ran."""
-        return any((each.plan.actions, each.plan.rerun) == (plan.actions, plan.rerun) for each in self._all)
+        """Whether a plan with the same actions ran."""
+        return any((attempt.plan.actions, attempt.plan.rerun) == (plan.actions, plan.rerun) for attempt in self._all)
 
     def best(self, budget_bytes: float) -> Attempt:
-        """Return the fastest one that fits; where none does, the one that needs least."""
-        fitting = [each for each in self._all if each.peak_bytes <= budget_bytes]
+        """Return the fastest attempt that fits, or the smallest if none fits."""
+        fitting = [attempt for attempt in self._all if attempt.peak_bytes <= budget_bytes]
         if fitting:
-            return min(fitting, key=lambda each: each.plan.overhead_seconds)
-        return min(self._all, key=lambda each: each.peak_bytes)
+            return min(fitting, key=lambda attempt: attempt.plan.overhead_seconds)
+        return min(self._all, key=lambda attempt: attempt.peak_bytes)

@@ -1,4 +1,4 @@
-"""Keys of the cycles of a model: what tells their kinds apart."""
+"""Keys of a model's cycles, by which their kinds are distinguished."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ class CycleKeys:
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
 
     def has_gradients(self) -> bool:
-        """Return whether gradients of parameters exist."""
-        return any(found is not None and found.grad is not None for ref in self._own() for found in (ref(),))
+        """Return whether parameters have gradients."""
+        return any(
+            parameter is not None and parameter.grad is not None for ref in self._own() for parameter in (ref(),)
+        )
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
-        """Return what a forward's share of a plan depends on."""
-        trained = bytes(found is None or found.requires_grad for ref in self._own() for found in (ref(),))
+        """Return what a forward's part of a plan depends on."""
+        trained = bytes(parameter is None or parameter.requires_grad for ref in self._own() for parameter in (ref(),))
         tensors = tuple(
             (tuple(size if type(size) is int else 1 for size in tensor.shape), (tensor.dtype, tensor.requires_grad))
             for tensor in tensors_in((args, kwargs))
         )
-        # Numbers and texts may be others in each step, as data is.
+        # Numbers and texts are left out: like data, they may change in each step.
         flags = ((name, str(v)) for name, v in (*enumerate(args), *kwargs.items()) if isinstance(v, (bool, enum.Enum)))
         keywords = frozenset(name for name, value in kwargs.items() if value is not None)
         device = device_of(self._model)

@@ -1,9 +1,9 @@
-"""The memory model of one kind of cycle: a cost table with the segments of a metered cycle, corrected by later ones.
+"""The memory model of one kind of cycle: a cost table from a metered cycle, corrected by later ones.
 
     peak(plan) = static + max over segments s of  P_s + correction_s + own_s(plan) + sum over alive calls j of K_j(plan)
 
-P_s is the peak of a cycle in which every block drops all that it can. K_j is what block call j keeps for its backward
-beyond that. own_s is what the block that runs in s needs in the mode of the plan (kept, replayed, rerun) beyond that.
+P_s is the peak of a cycle in which every block drops all that it can. K_j is what block call j additionally keeps for
+its backward. own_s is what the block that runs in s additionally needs in its mode (kept, replayed, rerun).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["KEPT", "CycleModel", "Mode"]
 
-#: How a block runs: all kept, replayed, or run again as a whole; empty where no block runs.
+#: How a block runs: all kept, replayed, or rerun; empty if no block runs.
 Mode = str
 KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
 
 
-#: In which order forwards and backwards ran (`Cycle.order`).
+#: The order in which forwards and backwards ran (`Cycle.order`).
 _Order = tuple[tuple[int, int, bool], ...]
 _Correction = tuple[_Order, SegmentKey, Mode]
 
 
 class _Row(NamedTuple):
-    """A segment of a measured cycle, with its block calls as they were measured there."""
+    """A segment of a measured cycle, with the block calls of that cycle."""
 
     order: _Order
     segment: Segment
@@ -39,11 +39,11 @@ class _Row(NamedTuple):
 
 
 class CycleModel:
-    """What one kind of cycle needs under any plan.
+    """The memory of one kind of cycle under any plan.
 
     Args:
-        cycle: metered, with every block recorded and all dropped that can be computed again.
-        blocks: of each block call.
+        cycle: metered, with every block recorded and everything dropped that can be recomputed.
+        blocks: one per block call.
     """
 
     def __init__(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -53,23 +53,23 @@ class CycleModel:
         #: Calls that did nothing when they were measured.
         self.idle = cycle.idle_calls()
         self._rows: list[_Row] = []
-        #: Differences between observed and predicted peaks, by segment and mode of the block that runs in it.
+        #: Differences between observed and predicted peaks, by segment and mode of its block.
         self._corrections: dict[_Correction, float] = {}
         self._costs = [block.costs for block in blocks]
         self.add(cycle, blocks)
 
     def add(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
-        """Add a cycle of the same calls, in which backwards came in another order: plans must fit in each order."""
-        self._rows += [_Row(tuple(cycle.order), each, tuple(blocks)) for each in cycle.segments()]
+        """Add a cycle with the same calls but another order of backwards: plans must fit in each order."""
+        self._rows += [_Row(tuple(cycle.order), segment, tuple(blocks)) for segment in cycle.segments()]
 
     @property
     def num_busy(self) -> int:
-        """How many calls did something."""
+        """The number of calls that did something."""
         return len(self.calls) - len(self.idle)
 
     @property
     def num_orders(self) -> int:
-        """In how many orders forwards and backwards ran."""
+        """The number of measured orders of forwards and backwards."""
         return len({row.order for row in self._rows})
 
     def costs(self, static_bytes: float) -> CostTable:
@@ -77,12 +77,12 @@ class CycleModel:
         names: dict[BlockClass, str] = {}
         stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
         segments = tuple(self._segment(row, static_bytes) for row in self._rows)
-        found = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
-        return with_block_names(found, [call.block for call in self.calls])
+        table = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
+        return with_block_names(table, [call.block for call in self.calls])
 
     def plain_bytes(self, costs: CostTable) -> float:
-        """Return the peak where all is kept. Casts that both the cache of autocast and blocks hold count once."""
-        from actckpt._budget.simple import plain_plan  # with the solver: half a second to import
+        """Return the peak if everything is kept. Casts held by both autocast's cache and blocks count once."""
+        from actckpt._budget.simple import plain_plan  # imports the solver, which takes half a second
         from actckpt.planner.simulation import needs
 
         rows = zip(self._rows, needs(costs, plain_plan(costs)), strict=True)
@@ -142,7 +142,7 @@ class CycleModel:
         return tuple(self._mode(plan, call) for call in range(len(self.calls)))
 
     def drop_negative_corrections(self) -> bool:
-        """Forget where a cycle needed less than predicted; return whether it did anywhere."""
+        """Drop corrections for cycles that needed less than predicted; return whether there were any."""
         before = len(self._corrections)
         self._corrections = {key: nbytes for key, nbytes in self._corrections.items() if nbytes > 0}
         return len(self._corrections) < before
@@ -157,10 +157,10 @@ class CycleModel:
         return dict(self._corrections)
 
     def restore(self, corrections: Mapping[_Correction, float]) -> None:
-        """Put corrections back."""
+        """Restore corrections."""
         self._corrections = dict(corrections)
 
     @property
     def places(self) -> tuple[dict[str, str], ...]:
-        """Per block call, the place of each value by its name in the cost table."""
+        """For each block call, the place of each value by its name in the cost table."""
         return tuple(block.places for block in self.blocks)

@@ -1,4 +1,4 @@
-"""Cycles of one kind that needed more than the budget although no meter counted them."""
+"""Unmetered cycles of one kind that exceeded the budget."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["Excesses"]
 
-#: So often a plan is corrected after such a cycle.
+#: Maximum number of corrections of a plan after such cycles.
 _MOST = 16
-#: What a plan that exceeds the budget is known to need may differ by this share.
+#: Tolerance, as a share, for plans that are known to exceed the budget.
 _TOLERANCE = 0.01
 
 
 class Excesses:
-    """Counts them.
+    """Counts cycles that exceeded the budget.
 
     Args:
-        model: type of the model, and `budget` as the user wrote it: for the warning.
+        model: type of the model; `budget` as the user wrote it: for the warning.
     """
 
     def __init__(self, model: str, budget: str) -> None:
         self._model, self._budget = model, budget
-        self._num, self._is_told = 0, False
+        self._num, self._has_warned = 0, False
 
     def correct(self, risen_bytes: float, plan: Plan | None, is_refused: bool) -> bool:
-        """Return whether the plan is corrected for a cycle with this peak. Warns once where that did not help.
+        """Return whether to correct the plan after a cycle with this peak. Warns once if corrections did not help.
 
         Args:
             is_refused: the plan is known to exceed the budget.
@@ -47,11 +47,11 @@ class Excesses:
         return True
 
     def stay(self, peak_bytes: float, device: torch.device) -> None:
-        """The best plan still exceeds the budget. On a CPU no later cycle tells that, so warn."""
+        """Warn that the best plan still exceeds the budget: on a CPU no later cycle shows that."""
         if devices.counting(device) is None:
             self._warn(peak_bytes)
 
     def _warn(self, peak_bytes: float) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_warned:
+            self._has_warned = True
             warn_user(EXCEEDS.format(self._model, self._budget, format_bytes(peak_bytes)))

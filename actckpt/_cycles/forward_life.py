@@ -1,4 +1,4 @@
-"""How long the graph of a forward is alive."""
+"""The lifetime of a forward's graph."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ __all__ = ["ForwardLife", "Held"]
 
 
 class Held:
-    """What nodes of the graph hold, so that its end tells that they are gone."""
+    """Held by graph nodes; its death shows that they were freed."""
 
     def __init__(self, life: ForwardLife) -> None:
         self.life = life
 
 
 class ForwardLife:
-    """Calls `gone(is_read)` once, when the graph of a forward is gone: released by a backward, or dropped.
+    """Calls `gone(is_read)` once, when the graph of a forward was released by a backward, or dropped.
 
-    A program may drop what the forward returned while the graph of a gradient (`create_graph=True`) holds the blocks'
-    part. So that is watched, too.
+    A program may drop the outputs while the graph of a gradient (`create_graph=True`) holds the blocks' part of the
+    graph. So that is watched too.
 
     Attributes:
-        in_blocks: what hooks of the blocks' outputs are to hold; None: the forward has ended.
+        in_blocks: the object that hooks of the blocks' outputs hold; None: the forward has ended.
     """
 
     def __init__(self, gone: Callable[[bool], None]) -> None:
@@ -41,7 +41,7 @@ class ForwardLife:
 
         Args:
             outputs: those with a graph.
-            reached: called with `retains_graph` where a backward comes to one.
+            reached: called with `retains_graph` when a backward reaches one.
         """
         held = Held(self)
 
@@ -58,7 +58,7 @@ class ForwardLife:
         self.in_blocks = None
 
     def backward_reaches_block(self, *, retains_graph: bool) -> bool:
-        """A backward comes to a block; return whether all that the forward returned was dropped before."""
+        """A backward reached a block; return whether all outputs of the forward were dropped before."""
         if self._are_outputs_gone and not retains_graph:
             _C.when_backward_ends(self._end)
         return self._are_outputs_gone
@@ -67,7 +67,7 @@ class ForwardLife:
         blocks = self._blocks()
         if blocks is None:
             self._end()
-        elif not self._is_over:  # their nodes may go next
+        elif not self._is_over:  # their nodes may be freed next
             self._are_outputs_gone = True
             weakref.finalize(blocks, self._end).atexit = False
 

@@ -1,4 +1,4 @@
-"""The plan of a cycle as settings of blocks, one part for each forward of the model."""
+"""A cycle's plan as settings of blocks, one part per forward of the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def settings_per_forward(
     """Return how blocks run in each forward of a cycle.
 
     Args:
-        calls: the block calls that the plan is for.
-        unknown: numbers of calls of which the plan knows nothing. They recompute everything.
+        calls: the block calls of the plan.
+        unknown: numbers of calls that the plan does not cover; these recompute everything.
     """
     assert plan.blocks is not None and plan.places is not None
-    found: list[Mapping[str, Settings]] = []
+    per_forward: list[Mapping[str, Settings]] = []
     for number in range(num_forwards):
         own = [at for at, call in enumerate(calls) if call.forward == number]
         part = dataclasses.replace(
@@ -41,12 +41,12 @@ def settings_per_forward(
         for at in set(unknown).intersection(own):
             same = [other for other in own if plan.blocks[other] == plan.blocks[at]]
             settings = _with_call(settings, calls[at].block, same.index(at), RECOMPUTE)
-        found.append(settings)
-    return found
+        per_forward.append(settings)
+    return per_forward
 
 
 def _with_call(settings: dict[str, Settings], name: str, number: int, one: OneCall) -> dict[str, Settings]:
-    """Return settings with others for one call of a block."""
+    """Return `settings` with other settings for one call of a block."""
     before = settings[name]
-    found = (*before[:number], one, *before[number + 1 :]) if isinstance(before, tuple) else one
-    return {**settings, name: found}
+    changed = (*before[:number], one, *before[number + 1 :]) if isinstance(before, tuple) else one
+    return {**settings, name: changed}

@@ -1,4 +1,4 @@
-"""Sizes inside of a model, which its arguments do not show: what blocks are given in a cycle."""
+"""Sizes inside a model that its arguments do not show: the bytes passed to blocks in a cycle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from actckpt._cycles.timeline import Call
 
 __all__ = ["LargestCalls", "is_larger", "most_given", "total_given"]
 
-#: A cycle is measured that is given this share of the largest one. So many smaller ones recompute all until it comes.
+#: A cycle whose block inputs reach this share of the largest is measured. Until one comes, at most this many smaller
+#: ones recompute everything; and the maximum number of such waits.
 _NEARLY, _MOST_SMALLER, _MOST_WAITS = 0.9, 20, 3
 
 
@@ -18,28 +19,28 @@ def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]
 
 
 def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
-    """Return per forward and block the most bytes of each tensor that its calls were given."""
-    found: dict[tuple[int, str], tuple[float, ...]] = {}
+    """Return, per forward and block, the maximum bytes of each tensor passed to it."""
+    most: dict[tuple[int, str], tuple[float, ...]] = {}
     for call in calls:
         key = call.forward, call.block
-        found[key] = _most(found.get(key, ()), call.given)
-    return found
+        most[key] = _most(most.get(key, ()), call.given)
+    return most
 
 
 def total_given(calls: Iterable[Call]) -> float:
-    """Return the bytes that all calls were given."""
+    """Return the total bytes passed to all calls."""
     return sum(sum(call.given) for call in calls)
 
 
 def is_larger(calls: Iterable[Call], before: Iterable[Call]) -> bool:
-    """Return whether a block is given more in some calls than in those before."""
+    """Return whether a block gets more bytes in some calls than in earlier ones."""
     known = most_given(before)
-    pairs = ((given, known.get(key, ())) for key, given in most_given(calls).items())
-    return any(now > then for given, past in pairs for now, then in zip(given, past, strict=False))
+    pairs = ((sizes, known.get(key, ())) for key, sizes in most_given(calls).items())
+    return any(now > then for sizes, past in pairs for now, then in zip(sizes, past, strict=False))
 
 
 class LargestCalls:
-    """The largest calls that exceeded the measured ones, and how long a cycle as large has not come."""
+    """The largest calls that exceeded the measured ones, and for how long no cycle of that size has come."""
 
     def __init__(self) -> None:
         #: Per forward and block, the bytes of each tensor.
@@ -47,11 +48,11 @@ class LargestCalls:
         self._num_smaller = self._num_waits = 0
 
     def measured(self) -> None:
-        """A cycle was measured: none is larger yet."""
+        """A cycle was measured: nothing is larger yet."""
         self._largest, self._num_smaller = {}, 0
 
     def grew(self, call: Call, *, is_measuring: bool) -> bool:
-        """A call was larger than the measured ones; return whether to wait for a cycle as large."""
+        """A call exceeded the measured ones; return whether to wait for a cycle of that size."""
         key = call.forward, call.block
         self._largest[key] = _most(self._largest.get(key, ()), call.given)
         if not is_measuring:
@@ -61,7 +62,7 @@ class LargestCalls:
         return True
 
     def is_smaller(self, call: Call, calls: Iterable[Call]) -> bool:
-        """Return whether a call is given less than the largest one, where that is more than the measured ones.
+        """Return whether a call gets less than the largest one, if that exceeds the measured ones.
 
         Args:
             calls: the measured ones.

@@ -1,4 +1,4 @@
-"""One kind of cycle: what was measured of it, its plan, and what comes next (NOTE [ The loop ] in `loop`)."""
+"""One kind of cycle: its measurements, its plan, and its next stage (see `loop`)."""
 
 from __future__ import annotations
 
@@ -30,41 +30,42 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetConfig", "Kind"]
 
-#: Rounds of correction, the share of the budget that may be left while values are dropped, and by which share a round
-#: aims lower than the one before it, since another plan may err elsewhere.
+#: Maximum number of correction rounds; the share of the budget that may stay unused while values are dropped; and the
+#: share by which each round aims lower than the previous one, since another plan may err elsewhere.
 _MOST_ROUNDS, _UNUSED, _MARGIN = 3, 0.02, 0.002
-#: A plan that offloads, and exceeds budget and prediction by more than this share, shows that this frees too little.
+#: A plan that offloads and exceeds both budget and prediction by more than this share frees less than expected.
 _HELD = 0.02
-#: Static bytes changed where they did by more than this share (fewer: in 16 cycles in a row), and a budget of free
-#: memory, read every 16 cycles.
+#: Static bytes count as changed beyond this share (if lower: in 16 cycles in a row); a budget of free memory, read
+#: every 16 cycles, beyond the second share.
 _CHANGE, _CHANGE_OF_BUDGET, _CYCLES_PER_LOOK = 0.01, 0.1, 16
-#: In so many cycles in a row no block ran with gradients; then one in `_CYCLES_PER_LOOK` is metered. So often any is.
+#: Cycles without any gradients before only one in `_CYCLES_PER_LOOK` is metered; maximum number of measured cycles.
 _FIRST_EMPTY, _MOST_MEASURED = 16, 16
-#: So many cycles are metered until the plan stays although none was like the measured one, which is given this share.
+#: Maximum number of metered cycles before the plan is kept although none resembled the measured one, which means: at
+#: least this share of its input bytes.
 _MOST_METERED, _ALIKE = 16, 0.99
-#: In one of so many settled cycles the peak of a device starts again.
+#: On a device, one in this many settled cycles resets the peak.
 _CYCLES_PER_PEAK = 64
 
 Stage = Literal["measure", "fit", "try", "settled"]
 
 
 class Kind:
-    """Cycles that are alike.
+    """Cycles that share a plan.
 
     Args:
         others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
 
     Attributes:
-        stage: what the next cycle is for.
-        plan: the one to stay with; None: not made yet.
-        outlives_outputs: whether a backward came to blocks when what the forward returned was gone.
-        left_bytes: what an earlier cycle of the step left behind, when that was last metered.
-        running_plan: that of the cycle, a candidate's in a trial; None: everything is recomputed.
-        refused: why it exceeds the budget, or why there is none; empty where it fits.
+        stage: the purpose of the next cycle.
+        plan: the plan to keep; None: not made yet.
+        outlives_outputs: whether a backward reached blocks after all outputs of the forward were dropped.
+        left_bytes: bytes that an earlier cycle of the step left behind, when that was last metered.
+        running_plan: the plan of the cycle, in a trial the candidate's; None: everything is recomputed.
+        refused: why the plan exceeds the budget, or why there is none; empty if it fits.
     """
 
     stage: Stage = "measure"
-    #: What it returns to where a measured cycle tells nothing new.
+    #: The stage to return to if a measured cycle shows nothing new.
     _stage_before: Stage = "measure"
     plan: Plan | None = None
     running_plan: Plan | None = None
@@ -88,50 +89,50 @@ class Kind:
         self._attempts = Attempts()
         self._trials: Trials | None = None
         self._settings: list[Mapping[str, Settings]] = []
-        #: Shapes and flags of each forward, in the cycle that the plan was made for and in the one that is measured.
+        #: Shapes and flags of each forward, in the cycle that the plan was made for and in the measured one.
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = self._num_less = 0
         self._sizes = LargestCalls()
         self._excesses = Excesses(type(model).__name__, config.text)
-        #: Cycles in a row that were to be measured, and in which no block ran with gradients.
+        #: Successive cycles that were to be measured but had no block with gradients.
         self._num_empty = 0
-        #: Orders of forwards and backwards that were measured.
+        #: Measured orders of forwards and backwards.
         self._orders: set[tuple[tuple[int, int, bool], ...]] = set()
-        #: Whether the plan is that of the model as it is now.
+        #: Whether the plan was solved from the current model.
         self._is_solved = False
-        #: Whether cycles ran under a plan: after that no error is raised.
+        #: Whether cycles ran under a plan: no error is raised after that.
         self._has_run = False
-        #: Why no plan fits by the corrected model.
-        self._told: PlanInfeasibleError | None = None
+        #: Why no plan fits according to the corrected model.
+        self._infeasible_error: PlanInfeasibleError | None = None
 
     @property
     def num_trials_left(self) -> int:
-        """How many more cycles may be trials."""
+        """The maximum number of trials left."""
         return 0 if self._trials is None else self._trials.num_cycles_left
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether smaller cycles may run its plan: one ran already, and it fits."""
+        """Whether smaller cycles may run its plan: it has run, and it fits."""
         return self._has_run and not self.refused
 
     @property
     def begins_to_measure(self) -> bool:
-        """Whether the next cycle may be measured; asked for a while only where none tells anything."""
+        """Whether the next cycle may be measured; false for a while if measured cycles show nothing."""
         return self.stage == "measure" and self._num_measured < _MOST_MEASURED
 
     @property
     def looks(self) -> bool:
-        """Whether the cycle sees its peak although an older one is higher."""
+        """Whether the cycle resets the peak, so that an older, higher one does not hide its own."""
         return self.stage == "settled" and self._num_cycles % _CYCLES_PER_PEAK == 0
 
     def begin(self, static_bytes: float, *, is_smaller: bool = False) -> bool:
-        """A cycle begins; return whether it is metered.
+        """A cycle starts; return whether it is metered.
 
         Args:
-            static_bytes: what counts toward the budget and existed before.
-            is_smaller: it is of another kind, whose shapes are in no dimension larger.
+            static_bytes: bytes from before the cycle that count toward the budget.
+            is_smaller: it is of another kind, whose shapes are larger in no dimension.
         Raises:
             PlanInfeasibleError: no plan fits, and the user asked for this error.
         """
@@ -178,7 +179,7 @@ class Kind:
         elif cycle.is_void or self._model is None or not cycle.num_backwards:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
-            self.measure_again()  # it ran what the plan does not know
+            self.measure_again()  # it ran calls that the plan does not cover
         elif self.stage == "settled" and self._excesses.correct(cycle.risen_bytes, self.plan, bool(self.refused)):
             self.stage, self._attempts = "fit", Attempts()
         elif self._trials is not None:
@@ -187,11 +188,11 @@ class Kind:
             self._fit(cycle)
 
     def knows_order(self, cycle: Cycle) -> bool:
-        """Return whether the forwards and backwards of a cycle ran in an order that was measured."""
+        """Return whether the order of a cycle's forwards and backwards was measured."""
         return not cycle.num_backwards or tuple(cycle.order) in self._orders
 
     def measure_again(self) -> bool:
-        """A plan did not know what ran; return whether the next cycle is measured."""
+        """A plan did not cover what ran; return whether the next cycle is measured."""
         if self._num_measured >= _MOST_MEASURED:
             return False
         if self.stage != "measure":
@@ -199,16 +200,16 @@ class Kind:
         return True
 
     def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
-        """Return per block the most bytes of each tensor that it was given in a forward of the measured cycle."""
-        given = {} if self._model is None else most_given(self._model.calls)
-        return {name: nbytes for (forward, name), nbytes in given.items() if forward == number}
+        """Return, per block, the maximum bytes of each tensor passed to it in a forward of the measured cycle."""
+        sizes = {} if self._model is None else most_given(self._model.calls)
+        return {name: nbytes for (forward, name), nbytes in sizes.items() if forward == number}
 
     def grew(self, call: Call) -> bool:
-        """A block was given more than that; return whether one of the next cycles is measured."""
+        """A block got more bytes than that; return whether one of the next cycles is measured."""
         return self._sizes.grew(call, is_measuring=self.stage == "measure") and self.measure_again()
 
     def is_smaller(self, call: Call) -> bool:
-        """Return whether a block is given less than in the largest cycle: then a later cycle is measured."""
+        """Return whether a block gets less than in the largest cycle: then a later cycle is measured."""
         if not self._sizes.is_smaller(call, () if self._model is None else self._model.calls):
             return False
         self.is_measured_now = False
@@ -216,10 +217,10 @@ class Kind:
             self.stage = self._stage_before
         return True
 
-    # Stages.
+    # Stages
 
     def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
-        """Take over what a cycle was measured to need, unless it is less than what is known."""
+        """Take over the measurements of a cycle, unless they are less than what is known."""
         self._num_measured += 1
         self._num_empty = 0 if cycle.calls else self._num_empty + 1
         if cycle.is_void or not cycle.calls or len(blocks) != len(cycle.calls) or not cycle.num_backwards:
@@ -245,7 +246,7 @@ class Kind:
         self._forward_keys = self._measured_keys
 
     def _is_alike(self, cycle: Cycle) -> bool:
-        """Return whether the same calls ran as in the measured cycle, and were given as much."""
+        """Return whether the same calls ran as in the measured cycle, with inputs of the same size."""
         assert self._model is not None
         calls = self._model.calls
         is_same = len(calls) == len(cycle.calls) and all(map(Call.is_same, calls, cycle.calls))
@@ -258,7 +259,7 @@ class Kind:
         self._static_bytes = static_bytes
         costs = self._solving.costs(self._model, static_bytes)
         self._budget_bytes = self._solving.budget_bytes(self._model, costs)
-        self.refused, self._told = "", None
+        self.refused, self._infeasible_error = "", None
         try:
             self.plan = self._planned(costs)
         except PlanInfeasibleError as error:
@@ -267,26 +268,26 @@ class Kind:
         self._run(self.plan)
 
     def _smallest(self, costs: CostTable, error: PlanInfeasibleError) -> Plan:
-        """No plan fits: return the one that needs least, with a warning."""
+        """No plan fits: return the smallest one, with a warning."""
         assert self._model is not None
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
         smallest = smallest_budget(costs, least, self._static_bytes)
-        smallest = max(smallest, *(each.least_bytes() for each in self._others() if each is not self), 0.0)
+        smallest = max(smallest, *(kind.least_bytes() for kind in self._others() if kind is not self), 0.0)
         facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
-        told = self._solving.told(self._model, error, *facts)
-        if self._attempts:  # what is observed of the smallest plan decides
-            self._told = told
+        user_error = self._solving.user_error(self._model, error, *facts)
+        if self._attempts:  # the observed memory of the smallest plan decides
+            self._infeasible_error = user_error
             return self._planned(costs, least)
-        self.refused, self.plan = str(told), None
+        self.refused, self.plan = str(user_error), None
         if self._infeasible.raises(is_late=is_late, has_alternative=False):
-            raise told
-        self._infeasible.warn(told, is_late=is_late)
+            raise user_error
+        self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
 
     def least_bytes(self) -> float:
-        """Return the smallest budget for this kind where it exceeds the user's budget, else 0."""
+        """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
         return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
@@ -296,7 +297,7 @@ class Kind:
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
-        """A metered cycle under the plan has ended: correct the model and solve again, or stay."""
+        """A metered cycle under the plan has ended: correct the model and solve again, or keep the plan."""
         assert self._model is not None and self.plan is not None
         self._attempts.add(self.plan, cycle.peak_bytes)
         expected_bytes = max(self._budget_bytes, self.plan.peak_bytes)
@@ -318,14 +319,14 @@ class Kind:
         self.stage = "settled"
         if fits:
             self._begin_trials()
-        elif self._told is None:
+        elif self._infeasible_error is None:
             self._excesses.stay(peak_bytes, cycle.device)
         else:
-            self.refused = str(self._told)
-            self._infeasible.warn(self._told, is_late=True)
+            self.refused = str(self._infeasible_error)
+            self._infeasible.warn(self._infeasible_error, is_late=True)
 
     def _stop_offloading(self) -> bool:
-        """Offload no more: it did not free what was expected, so something else may hold it. Return whether one did."""
+        """Stop offloading: something else may hold what it should have freed. Return whether a plan offloaded."""
         if self._model is None or not self._solving.unlink(self._model):
             return False
         self._attempts.start_again()
@@ -341,7 +342,7 @@ class Kind:
         self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
-            # That less was needed may be due to how blocks ran. Another way to run them must fit without it.
+            # A lower need may be due to how blocks ran. A plan that runs them differently must fit without it.
             if self._model.modes(self.plan) != self._model.modes(plan) and self._model.drop_negative_corrections():
                 self._solve(cycle.static_bytes)
         except PlanInfeasibleError:
@@ -354,11 +355,11 @@ class Kind:
         plan = self.plan
         assert plan is not None and self._model is not None
         acts = any(mode != KEPT for mode in self._model.modes(plan))
-        # Trials would have to take turns on all ranks alike.
+        # Trials would have to run in step on all ranks.
         if not self._config.race or self._config.pins or num_ranks() > 1 or not acts:
             return
         candidates = candidates_beside(plan, self._budget_bytes, functools.partial(self._solving.placed, self._model))
-        if sum(each.fits for each in candidates) > 1:
+        if sum(candidate.fits for candidate in candidates) > 1:
             self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
 
     def _tried(self, cycle: Cycle) -> None:
@@ -373,19 +374,19 @@ class Kind:
             self._run(self.plan)
 
     def _run(self, plan: Plan) -> None:
-        """Let the next cycles run a plan: each forward its part of it."""
+        """Run a plan in the next cycles: each forward its part of it."""
         assert self._model is not None and plan.blocks is not None and plan.places is not None
         self._has_run = True
         if plan is self.running_plan:
             return
         self.running_plan = plan
-        for forward in self._forwards.values():  # its first cycle is metered, so no trial is slower by that
+        for forward in self._forwards.values():  # its first cycle is metered, so this slows down no trial
             forward.together.record_first_step(plan)
         num_forwards, unknown = len(self._forward_keys), self._model.idle
         self._settings = settings_per_forward(plan, self._model.calls, num_forwards, self._module, unknown=unknown)
 
     def _is_changed(self, static_bytes: float) -> bool:
-        """Return whether what existed before the cycle, or the budget, is not what the plan was made for."""
+        """Return whether the static bytes, or the budget, differ from those that the plan was made for."""
         if self.plan is None or self._model is None:
             return False
         if self._config.is_what_is_free and self.stage == "settled" and self._num_cycles % _CYCLES_PER_LOOK == 0:
@@ -394,6 +395,6 @@ class Kind:
                 return True
         if static_bytes > (1 + _CHANGE) * self._static_bytes:
             return True
-        # What comes and goes from cycle to cycle is counted as there; a plan with more room can wait.
+        # Memory that comes and goes from cycle to cycle counts as present; a plan with more room can wait.
         self._num_less = self._num_less + 1 if static_bytes < (1 - _CHANGE) * self._static_bytes else 0
         return self._num_less >= _CYCLES_PER_LOOK and self.plan.overhead_seconds > 0.0

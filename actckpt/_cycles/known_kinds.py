@@ -1,12 +1,9 @@
-"""The kinds of cycles of a model, and which of them a cycle is run as.
+"""The kinds of a model's cycles, and the kind as which a cycle runs.
 
-NOTE [ Kinds that share a plan ]
-
-1. The first kinds have plans of their own. A later cycle whose shapes are in no dimension larger than those of a kind
-   with a plan runs that plan: of several such kinds, the one with the fewest elements.
-2. A cycle that is larger than each of these somewhere has a plan of its own, up to a limit. So has one that needs more
-   than its shapes show: larger tensors inside, more forwards, or another order of backwards.
-3. Then everything is recomputed, with a warning.
+The first kinds have their own plans. A later cycle whose shapes exceed those of a planned kind in no dimension runs
+that kind's plan; of several such kinds, the one with the fewest elements. A cycle that exceeds each of them somewhere
+gets its own plan, up to a limit. So does one that needs more than its shapes show: larger tensors inside, more
+forwards, or another order of backwards. Beyond the limit everything is recomputed, with a warning.
 """
 
 from __future__ import annotations
@@ -20,20 +17,20 @@ from actckpt._cycles.kinds import Kind
 
 __all__ = ["CycleKey", "ForwardKey", "Found", "KnownKinds"]
 
-#: So many kinds have plans of their own; and so many with those that are larger than the first.
+#: Maximum number of kinds with their own plan: the first ones, and including those that are larger than the first.
 _OWN_PLANS, _MOST_PLANS = 16, 64
 
 
 class ForwardKey(NamedTuple):
-    """What a forward's share of a plan depends on."""
+    """What a forward's part of a plan depends on."""
 
-    #: Device, mode, autocast, what is trained, and arguments that are no tensors.
+    #: Device, mode, autocast, trained parameters, and arguments that are no tensors.
     flags: Any
-    #: Of each tensor among the arguments: its shape, and whatever else.
+    #: For each tensor argument: its shape, and other properties.
     tensors: tuple[tuple[tuple[int, ...], Any], ...]
 
     def holds(self, other: ForwardKey) -> bool:
-        """Return whether another forward is in no dimension larger, and else the same."""
+        """Return whether another forward exceeds this one in no dimension, and is otherwise the same."""
         if self.flags != other.flags or len(self.tensors) != len(other.tensors):
             return False
         return all(
@@ -43,30 +40,30 @@ class ForwardKey(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of all tensors."""
+        """The total number of elements of all tensors."""
         return sum(math.prod(shape) for shape, _ in self.tensors)
 
 
 class CycleKey(NamedTuple):
-    """What tells kinds of cycles apart."""
+    """Distinguishes kinds of cycles."""
 
-    #: Whether gradients exist at the begin.
+    #: Whether gradients exist at the start.
     accumulates: bool
     #: The first forward.
     forward: ForwardKey
 
 
 class Found(NamedTuple):
-    """What a cycle is run as."""
+    """The kind as which a cycle runs."""
 
     #: None: everything is recomputed.
     kind: Kind | None
-    #: Whether it is the kind of a larger cycle.
+    #: It is the kind of a larger cycle.
     is_smaller: bool = False
 
 
 class KnownKinds:
-    """Finds the kind of a cycle (NOTE [ Kinds that share a plan ]).
+    """Finds the kind of a cycle.
 
     Args:
         make: returns a new kind.
@@ -75,15 +72,15 @@ class KnownKinds:
     def __init__(self, make: Callable[[], Kind]) -> None:
         self._make = make
         self._kinds: dict[CycleKey, Kind] = {}
-        #: Smaller ones that need a plan of their own.
+        #: Smaller ones that need their own plan.
         self._separate: set[CycleKey] = set()
 
     def all(self) -> list[Kind]:
-        """Return all kinds with plans of their own."""
+        """Return all kinds with their own plan."""
         return [*self._kinds.values()]
 
     def find(self, key: CycleKey) -> Found:
-        """Return what a cycle is run as."""
+        """Return the kind as which a cycle runs."""
         if (known := self._kinds.get(key)) is not None:
             return Found(known)
         is_full = len(self._kinds) >= _MOST_PLANS
@@ -94,12 +91,12 @@ class KnownKinds:
                 if kind.can_be_shared and other.accumulates == key.accumulates and other.forward.holds(key.forward)
             ]
             if larger:
-                return Found(min(larger, key=lambda each: each[0].forward.num_elements)[1], is_smaller=True)
+                return Found(min(larger, key=lambda item: item[0].forward.num_elements)[1], is_smaller=True)
         if not is_full:
             self._kinds[key] = self._make()
         return Found(self._kinds.get(key))
 
     def separate(self, key: CycleKey) -> None:
-        """A smaller cycle needs a plan of its own."""
+        """Give a smaller cycle its own plan."""
         if len(self._kinds) < _MOST_PLANS:
             self._separate.add(key)

@@ -1,4 +1,4 @@
-"""What cycles leave behind for later cycles of a step: casts that autocast caches, outputs that the program holds."""
+"""What cycles leave behind for later cycles of a step: casts in autocast's cache, outputs that the program holds."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from actckpt._cycles.timeline import Cycle
 
 __all__ = ["Leftovers"]
 
-#: Cycles that leave more than this share of their peak behind leave much.
+#: Leaving behind more than this share of the peak counts as much.
 _MUCH = 0.01
 
 
 class Leftovers:
-    """Knows what is alive of what metered cycles counted.
+    """Tracks which bytes counted by metered cycles are still alive.
 
     Args:
-        model: whose cycles they are. A copy has no parameters yet when this is made.
+        model: the model whose cycles these are. A copy has no parameters yet when this is made.
     """
 
     def __init__(self, config: BudgetConfig, model: torch.nn.Module) -> None:
         self._config, self._model = config, model
-        #: Of the cycles before, as long as something is alive that they counted; None: the last one was not metered.
+        #: Meters of earlier cycles, while bytes that they counted are alive; None: the last cycle had no meter.
         self._meters: list[Meter] | None = None
         self._last_peak_bytes = 0
-        #: Of a device: storages of what forwards returned.
+        #: On a device: storages that forwards returned.
         self._outputs: list[Older] = []
         self._is_much = False
-        #: Whether each cycle is metered, because a later cycle of its step must know what it leaves behind.
+        #: Whether every cycle is metered, because a later cycle of its step must know what it leaves behind.
         self._meters_all = False
 
     def count(self) -> bool:
-        """Return whether what earlier micro-batches of a step made counts in later ones.
+        """Return whether memory of earlier micro-batches of a step counts in later ones.
 
-        Gradients do where all memory counts. So do casts in the cache of autocast, and outputs that the program holds.
+        Gradients do if all memory counts. So do casts in autocast's cache, and outputs that the program holds.
         """
         if self._meters:
             left_bytes = sum(meter.left_bytes([]) for meter in self._meters)
@@ -50,7 +50,7 @@ class Leftovers:
         return self._config.is_total or torch.is_autocast_enabled(device_of(self._model).type) or self._is_much
 
     def nbytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
-        """Return the bytes that count when a cycle of this kind begins, without those of the gradients."""
+        """Return the bytes that count when a cycle of this kind starts, without those of the gradients."""
         if kind is None or not (accumulates or self._config.is_total):
             return 0
         if self._meters is not None:
@@ -58,8 +58,8 @@ class Leftovers:
         return kind.left_bytes
 
     def meters(self, is_metered: bool, *, accumulates: bool) -> bool:
-        """Return whether a cycle is metered, also where its kind does not ask for that."""
-        if devices.counting(device_of(self._model)) is not None:  # what is allocated counts already
+        """Return whether a cycle is metered, even if its kind does not request it."""
+        if devices.counting(device_of(self._model)) is not None:  # the allocator counts it already
             return is_metered
         if accumulates:
             self._meters_all = is_metered and self._meters is None
@@ -68,17 +68,17 @@ class Leftovers:
     def add(self, cycle: Cycle) -> None:
         """A cycle has ended."""
         meter, before = cycle.meter, self._meters or []
-        self._meters = None if meter is None else [each for each in (*before, meter) if each.left_bytes([])]
+        self._meters = None if meter is None else [other for other in (*before, meter) if other.left_bytes([])]
         self._last_peak_bytes = cycle.peak_bytes
 
     def returned(self, tensors: list[torch.Tensor]) -> None:
-        """A forward of the model has returned these: they may die in a later cycle."""
+        """A forward of the model returned these: they may die in a later cycle."""
         if not self._config.is_total and devices.counting(device_of(self._model)) is not None:
             self._outputs += [(weakref.ref(storage), storage.nbytes()) for storage in storages_of(tensors)]
 
     def not_counted(self, *, is_metered: bool) -> tuple[list[torch.nn.Parameter], list[Older]]:
-        """Return parameters whose gradients do not count toward the budget, and storages that existed before."""
+        """Return parameters whose gradients do not count toward the budget, and storages from before."""
         if self._config.is_total or not (is_metered or devices.counting(device_of(self._model)) is not None):
             return [], []
-        self._outputs = [each for each in self._outputs if each[0]() is not None]
-        return [each for each in self._model.parameters() if each.requires_grad], [*self._outputs]
+        self._outputs = [item for item in self._outputs if item[0]() is not None]
+        return [item for item in self._model.parameters() if item.requires_grad], [*self._outputs]

@@ -1,19 +1,17 @@
-"""The loop behind `apply(budget=...)`: measure a cycle, solve, run, correct, try candidates, stay.
+"""The loop behind `apply(budget=...)`: measure a cycle, solve, run, correct, try candidates, settle.
 
-NOTE [ The loop ]
-
-1. A cycle begins at a forward of the model with gradients while no other one is alive, and ends when none is alive any
+1. A cycle starts at a forward of the model with gradients while no other one is alive, and ends when none is alive any
    more. A forward is alive until a backward releases its graph, or the program drops it. Forwards without gradients
-   (evaluation, generation) are no part of a cycle.
-2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, what is trained, whether earlier micro-batches count)
-   share a plan. The first cycle of a kind is *measured*: every block drops all that it can, is profiled, and a meter
-   notes the peak of each segment (`timeline`). Compiled blocks run once before they are measured.
-3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. Where the
-   budget is exceeded, or more than 2 % of it are unused while values are dropped, the loop solves again, three times at
-   most. The fastest plan that fits stays (stage *fit*).
-4. Then candidate plans take turns (stage *try*), and the fastest one stays (stage *settled*).
-5. What a plan does not know is recomputed: block calls that did not run, did nothing, or were smaller in the measured
-   cycle. The kind is measured again then.
+   (evaluation, generation) are not part of a cycle.
+2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, trained parameters, whether earlier micro-batches count)
+   share a plan. The first cycle of a kind is *measured*: every block drops all that it can and is profiled, and a meter
+   records the peak of each segment (`timeline`). Compiled blocks run once before they are measured.
+3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. The loop
+   solves again, at most three times, if the budget is exceeded, or if more than 2 % of it is unused while values are
+   dropped. The fastest plan that fits is kept (stage *fit*).
+4. Then candidate plans run in turn (stage *try*), and the fastest one is kept (stage *settled*).
+5. What a plan does not cover is recomputed: block calls that did not run, did nothing, or were smaller in the measured
+   cycle. The kind is then measured again.
 """
 
 from __future__ import annotations
@@ -62,19 +60,19 @@ from actckpt.planner.plans import Plan
 
 __all__ = ["BudgetLoop"]
 
-#: So many forwards of one cycle may wait for a backward while others had theirs; then the oldest count as never read.
+#: Maximum number of forwards of a cycle without backward while others had theirs; beyond, the oldest are given up.
 _MOST_FORWARDS = 16
-#: So many forwards in a row without any backward trigger a warning.
+#: Number of successive forwards without any backward that triggers a warning.
 _MOST_UNREAD = 16
 
 
-def _ran_larger(training: BudgetLoop | None, name: str, given: tuple[float, ...]) -> None:
+def _ran_larger(training: BudgetLoop | None, name: str, sizes: tuple[float, ...]) -> None:
     if training is not None:  # else the block was copied without its model
-        training.ran_larger(name, given)
+        training.ran_larger(name, sizes)
 
 
 class BudgetLoop:
-    """The blocks of a model under a budget (NOTE [ The loop ])."""
+    """The blocks of a model under a budget."""
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
         self._model, self._forwards, self._config = model, forwards, config
@@ -90,12 +88,12 @@ class BudgetLoop:
         self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._model)
         self._kind: Kind | None = None
         self._key: CycleKey | None = None
-        #: Whether the cycle runs the plan of a larger one.
+        #: The cycle runs the plan of a larger one.
         self._is_smaller = False
         self._cycle: Cycle | None = None
-        #: Forwards of the cycle that are alive; `_epoch` tells those of cycles that were given up.
+        #: Live forwards of the cycle; `_epoch` identifies forwards of cycles that were given up.
         self._num_alive = self._epoch = 0
-        #: Per thread, forwards that have begun and not ended: the cycle of each, None where it is no part of one.
+        #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
         self._calls = MeteredCalls(
             is_inside=lambda: bool(self._running[threading.get_ident()]),
@@ -104,11 +102,11 @@ class BudgetLoop:
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
         self._num_unread = 0
-        #: How often each block was called.
+        #: Number of calls of each block.
         self.num_calls = Counter[str]()
         self._size: PlannedSize | None = None
         self.num_forwards = 0
-        #: Whether a forward with gradients began.
+        #: Whether a forward with gradients has started.
         self.is_called = False
 
     def _new_kind(self) -> Kind:
@@ -119,67 +117,67 @@ class BudgetLoop:
         return device_of(self._model)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy measures anew: its parameters, and with them all that was measured, are others.
+        # A copy measures anew: its parameters, and so all measurements, differ.
         config = self._config.without_optimizers()
         return {"_model": self._model, "_forwards": self._forwards, "_config": config, "_hooks": self._hooks}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        for forward in self._forwards.values():  # a copied block does not take this, and so the model, along
+        for forward in self._forwards.values():  # a copied block does not copy this object, and so the model, along
             forward.together.training = self
         self._start()
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the kind of cycle that ran last, None until it is made."""
+        """The plan of the last kind of cycle, None until it is made."""
         return None if self._kind is None else self._kind.plan
 
     @property
     def running_plan(self) -> Plan | None:
-        """The plan of the cycle that runs."""
+        """The plan of the running cycle."""
         return None if self._kind is None else self._kind.running_plan
 
     @property
     def refused(self) -> str:
-        """Why the plan of the kind of cycle that ran last exceeds the budget, or why there is none; else empty."""
+        """Why the plan of the last kind of cycle exceeds the budget, or why there is none; else empty."""
         return "" if self._kind is None else self._kind.refused
 
     @property
     def race_steps_left(self) -> int:
-        """In how many more cycles of the kind that ran last candidates may be tried."""
+        """The maximum number of trials left for the last kind of cycle."""
         return 0 if self._kind is None else self._kind.num_trials_left
 
     @property
     def model_name(self) -> str:
-        """The type of the model, for messages."""
+        """The model's type, for messages."""
         return type(self._model).__name__
 
     @property
     def is_measured(self) -> bool:
-        """Whether a cycle of the kind that ran last was measured."""
+        """Whether a cycle of the last kind was measured."""
         return self._kind is not None and self._kind.stage != "measure"
 
     @property
     def is_settled(self) -> bool:
-        """Whether the kind of cycle that ran last has its plan, and nothing more is tried."""
+        """Whether the last kind of cycle has its final plan."""
         return self._kind is not None and self._kind.stage == "settled"
 
     def ran_unplanned(self, name: str) -> bool:
-        """A block ran that the plan has nothing for; return whether the kind is measured again."""
+        """A block ran that the plan does not cover; return whether the kind is measured again."""
         if self._cycle is None or self._kind is None:
             return False
         self._cycle.is_void = True
         return not self._config.pins and self._measure_again()  # pins name calls by their number
 
     def _measure_again(self) -> bool:
-        """A plan did not know what ran; return whether a later cycle is measured."""
+        """The plan did not cover what ran; return whether a later cycle is measured."""
         if self._is_smaller and self._key is not None:
             self._kinds.separate(self._key)
             return True
         return self._kind is not None and self._kind.measure_again()
 
     def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
-        """A block was given more bytes than when it was measured: from here on the forward recomputes everything."""
+        """A block got more bytes than when it was measured: the rest of the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
@@ -189,7 +187,7 @@ class BudgetLoop:
                 self._warn(GROWS)
 
     def close(self) -> None:
-        """Watch the model no more."""
+        """Stop watching the model."""
         for hook in self._hooks:
             hook.remove()
         self._give_up_cycle()
@@ -279,7 +277,7 @@ class BudgetLoop:
             self._watch_sizes(number)
 
     def _watch_sizes(self, number: int) -> None:
-        """Compare what blocks are given in a forward that runs a plan with what they were given when measured."""
+        """Compare the bytes passed to blocks in a planned forward with the measured ones."""
         if self._kind is None or self._is_measuring():
             return
         self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
@@ -293,7 +291,7 @@ class BudgetLoop:
         if torch.compiler.is_compiling():
             return
         running = self._running[threading.get_ident()]
-        cycle = running.pop() if running else None  # none where a hook that runs earlier failed
+        cycle = running.pop() if running else None  # none if an earlier hook failed
         if self._size is not None and not running:  # blocks may run outside of their model
             self._size.close()
             self._size = None
@@ -317,7 +315,7 @@ class BudgetLoop:
         self._gone(self._epoch)
 
     def _follow(self, outputs: list[torch.Tensor]) -> None:
-        """See which backwards come to a forward, and when its graph is gone."""
+        """Detect which backwards reach a forward, and when its graph is freed."""
         cycle, life = self._cycle, self._calls.life
         assert cycle is not None and life is not None
         number = cycle.num_forwards - 1
@@ -330,12 +328,12 @@ class BudgetLoop:
         self._calls.life = None
 
     def _read(self, epoch: int, is_read: bool) -> None:
-        """The graph of a forward is gone; `is_read`: a backward came to what it returned."""
+        """The graph of a forward was freed; `is_read`: a backward reached its outputs."""
         self._num_unread = 0 if is_read else self._num_unread + 1
         self._gone(epoch)
 
     def _gone(self, epoch: int) -> None:
-        """A forward of the cycle is not alive any more."""
+        """A forward of the cycle is no longer alive."""
         if epoch != self._epoch or self._cycle is None:
             return
         self._num_alive -= 1
@@ -352,12 +350,12 @@ class BudgetLoop:
             self._calls.begin()
 
     def _give_up_cycle(self) -> None:
-        """Forget the cycle: its forwards were interrupted, or are never read."""
+        """Discard the cycle: its forwards were interrupted, or never get a backward."""
         self._close_cycle()
         self._calls.begin()
 
     def _end_outside(self, cycle: Cycle) -> None:
-        """Note what modules outside of the blocks hold, and watch them no more."""
+        """Record what modules outside of the blocks hold, and stop watching them."""
         if self._outside is not None:
             cycle.made_outside = self._outside.made()
             self._outside.close()
@@ -377,7 +375,7 @@ class BudgetLoop:
                 sweep()
 
     def _forget_interrupted(self, running: list[Cycle | None]) -> None:
-        """Forget forwards of this thread that were interrupted: no hook ran at their end."""
+        """Discard forwards of this thread that were interrupted: no hook ran at their end."""
         num_outer = max(torch_private.num_calls(self._model) - 1, 0) if running else 0
         current, ended = self._cycle, running[num_outer:]
         is_empty = current is not None and current.thread == threading.get_ident() and not self._num_alive

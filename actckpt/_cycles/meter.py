@@ -1,17 +1,19 @@
-"""Meters: bytes alive now, and the peak since the last event of a training cycle.
+"""Meters: current live bytes, and the peak since the last event of a training cycle.
 
 NOTE [ The meter of a CPU ]
 
-1. A CPU has no allocator that counts, so a dispatch mode counts live storages. It stays on the mode stack from the
-   first forward of a cycle to the end of its last backward, and sits at the bottom of the stack: a mode that the
-   program enters and leaves in between pops itself, not the meter.
-2. A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. Nor inside
-   `inference_mode`, which puts back at its end that there are modes. A meter that ends there counts nothing more;
-   `sweep` removes it elsewhere: at the next forward of a model with a budget, at the next step of an optimizer, when
-   the budget is removed, and when its thread ends.
-3. Checksums of audits are not counted. They take up to 512 KiB in cycles that are audited.
-4. The meter sees operators of its own thread and of the engine's threads that serve it. Storages that compiled code
-   allocates inside, workspaces of kernels and storages of other threads are not counted.
+A CPU has no allocator statistics, so a dispatch mode counts live storages. It stays on the mode stack from the first
+forward of a cycle to the end of its last backward. It is at the bottom of the stack: a mode that the program enters and
+leaves in between pops itself, not the meter.
+
+A mode cannot be popped inside backward: the engine restores the stack after each hook and each callback. Nor inside
+`inference_mode`, which restores the flag for active modes at its end. A meter that ends there stops counting. `sweep`
+removes it elsewhere: at the next forward of a model with a budget, at the next optimizer step, when the budget is
+removed, and when its thread ends.
+
+The meter sees operators of its own thread and of the engine threads that serve it. It does not count storages that
+compiled code allocates inside, workspaces of kernels, and storages of other threads. Checksums of audits do not count
+either; they take up to 512 KiB in audited cycles.
 """
 
 from __future__ import annotations
@@ -38,29 +40,29 @@ __all__ = ["Meter", "meter_of", "sweep"]
 
 
 class Meter(Protocol):
-    """Counts the bytes of one cycle."""
+    """Meters the bytes of one cycle."""
 
     @property
     def is_counting(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether it has started and not ended."""
 
     def take(self) -> tuple[int, int]:
-        """Return the bytes alive now, and the peak since the last call."""
+        """Return the live bytes, and the peak since the last call."""
 
     def muted(self) -> contextlib.AbstractContextManager[object]:
-        """Leave out what runs inside, which frees all that it allocates."""
+        """Do not count what runs inside, which must free everything that it allocates."""
 
     def unmuted(self) -> contextlib.AbstractContextManager[object]:
         """Count inside of `muted`: the part of a profile that belongs to the step."""
 
     def end(self) -> None:
-        """Count nothing more."""
+        """Stop counting."""
 
     def left_bytes(self, gradients: list[torch.Tensor]) -> int:
-        """Return the bytes alive now of what it counted, but for these tensors. Called once it has ended."""
+        """Return the bytes it counted that are still alive, without these tensors. Called once it has ended."""
 
     def storages(self) -> MadeStorages | None:
-        """Return the storages that it counts, in the order of their making; None where it counts bytes alone."""
+        """Return the storages that it counts, in the order of creation; None if it counts only bytes."""
 
 
 def meter_of(
@@ -70,9 +72,9 @@ def meter_of(
 
     Args:
         device: of the model.
-        held: tensors that exist already and count while they live: gradients, which the program may free.
-        parameters: leaves whose accumulated gradients do not count; empty where they do.
-        older: storages that existed before and do not count, which may die in the cycle.
+        held: existing tensors that count while they are alive: gradients, which the program may free.
+        parameters: leaves whose accumulated gradients do not count; empty if they do.
+        older: storages from before that do not count and may die in the cycle.
     """
     allocator = devices.counting(device)
     if allocator is None:
@@ -119,15 +121,15 @@ class _ModeMeter(LiveStorages):
         return self.live_bytes - sum(storage.nbytes() for storage in known)
 
     def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
-        """Return whether a storage was made after so many others."""
+        """Return whether a storage was created after the first `since` storages."""
         with self._lock:
             return self._entry(storage) is not None and self._orders[id(storage)] >= since
 
     def made_by(self) -> Callable[[int], int]:
-        """Return a function: of what is alive, the bytes that were there when so many storages had been made."""
+        """Return a function that maps a number of storages to the live bytes among the first that many."""
         with self._lock:
             self._count_deaths()
-            rows = [(self._orders[key], each.nbytes) for key, each in self._entries.items() if not each.is_gradient]
+            rows = [(self._orders[key], entry.nbytes) for key, entry in self._entries.items() if not entry.is_gradient]
         rows.sort()
         orders = [order for order, _ in rows]
         sums = [*itertools.accumulate((nbytes for _, nbytes in rows), initial=0)]
@@ -163,11 +165,11 @@ class _ModeMeter(LiveStorages):
         if self.is_counting:
             self.is_counting = False
             self.__exit__(None, None, None)
-            self._parameters = ()  # it may outlive them
+            self._parameters = ()  # the meter may outlive them
 
 
 class _Entered:
-    """Meters on the mode stack of one thread. Those that have ended inside of a backward may be on it still."""
+    """Meters on the mode stack of one thread. Those that ended inside a backward may still be on it."""
 
     def __init__(self) -> None:
         self.meters: list[_ModeMeter] = []
@@ -181,8 +183,8 @@ class _Entered:
             torch_private.remove_dispatch_mode(meter)
 
     def __del__(self) -> None:
-        # The thread ends. Torch would take the lock of the interpreter to free what is on the stack, and where that
-        # has ended meanwhile, the process aborts.
+        # The thread ends. torch would take the interpreter lock to free what is on the stack. If the interpreter has
+        # been finalized meanwhile, the process aborts.
         if not sys.is_finalizing():
             for meter in self.meters:
                 torch_private.remove_dispatch_mode(meter)
@@ -198,12 +200,12 @@ _is_sweeping_before_updates = False
 
 
 def sweep(*_: object) -> None:
-    """Remove meters from the mode stack that ended inside of a backward. Call it where no backward runs."""
+    """Remove meters that ended inside a backward from the mode stack. Must be called outside of backward."""
     _of_thread.entered.sweep()
 
 
 def _sweep_before_updates() -> None:
-    """Sweep before each step of an optimizer: in most programs it is what runs after backward."""
+    """Sweep before each optimizer step: in most programs it follows backward."""
     global _is_sweeping_before_updates
     if not _is_sweeping_before_updates:
         _is_sweeping_before_updates = True

@@ -1,4 +1,4 @@
-"""The block calls of a metered cycle: each notes its events, and is profiled where the cycle is measured."""
+"""The block calls of a metered cycle: each records its events, and is profiled if the cycle is measured."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["MeteredCalls"]
 
 
 class MeteredCalls:
-    """Takes the calls of blocks in metered cycles of one model.
+    """Runs the calls of blocks in metered cycles of one model.
 
     Args:
         is_inside: whether a forward of the model runs in this thread.
@@ -41,40 +41,40 @@ class MeteredCalls:
         self._profilers: dict[tuple[torch.device, bool], Profiler] = {}
         self._cycle: Cycle | None = None
         self._kind: Kind | None = None
-        #: Of the forward that runs.
+        #: Of the running forward.
         self.life: ForwardLife | None = None
-        #: Of the cycle that is measured: as they were profiled, and as the first backward found them.
+        #: Of the measured cycle: calls as profiled, and as the first backward found them.
         self.profiled: list[ProfiledBlock] = []
         self.settled: list[SettledBlock] = []
         #: Storages that forwards of the cycle returned.
         self._returned: list[weakref.ref[torch.UntypedStorage]] = []
 
     def begin(self, cycle: Cycle | None = None, kind: Kind | None = None) -> None:
-        """A cycle begins; None: it is over."""
+        """A cycle starts; None: it is over."""
         self._cycle, self._kind = cycle, kind
         self.profiled, self.settled, self._returned = [], [], []
 
     def returned(self, tensors: list[torch.Tensor]) -> None:
-        """A forward of the model has returned these."""
+        """A forward of the model returned these."""
         if self._is_measuring():
             self._returned += map(weakref.ref, storages_of(tensors))
 
     @property
     def are_trained(self) -> bool:
-        """Whether a profiled block has something to give back in backward."""
+        """Whether a profiled block has gradients to compute."""
         return any(block.costs.values and block.costs.values[0].nbytes for block in self.profiled)
 
     def _is_measuring(self) -> bool:
         return self._kind is not None and self._kind.is_measured_now
 
     def call(self, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any], record: Any) -> Any:
-        """Run a block, with an event at its begin and its end, and at those of its backward."""
+        """Run a block, with events at the start and end of its forward and of its backward."""
         cycle = self._cycle
         if cycle is None or not torch.is_grad_enabled():
             return forward.run_as_set(args, kwargs, record)
         is_other = cycle.thread != threading.get_ident()
         if not self._is_inside() and (not is_other or torch_private.current_graph_task_id() != -1):
-            # A reentrant backward runs blocks again, outside of any forward of the model.
+            # A reentrant backward reruns blocks, outside of any forward of the model.
             return forward.run_as_set(args, kwargs, record)
         if is_other:
             cycle.is_void = True
@@ -85,7 +85,7 @@ class MeteredCalls:
                 result = self._profile(forward, args, kwargs)
             else:
                 result = forward.run_as_set(args, kwargs, record)
-        except BaseException:  # no hook runs at the end of a forward that is interrupted
+        except BaseException:  # no hook runs at the end of an interrupted forward
             cycle.is_void = True
             raise
         cycle.note("forward ends", number)
@@ -106,7 +106,7 @@ class MeteredCalls:
             cycle.is_void = True
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
-            _ = source.grad_fn  # of a view that was written to: torch makes it anew where it is read, not for a hook
+            _ = source.grad_fn  # for a view that was written to, torch recreates it when it is read, not for a hook
             source.register_hook(lambda _: cycle.note("backward ends", number))
         cycle.note("forward begins", number)
         return number
@@ -120,7 +120,7 @@ class MeteredCalls:
         with self._cycle.meter.muted():
             result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
             if offloads:
-                flush(self._cycle.device)  # what was moved while blocks were timed is not part of the step
+                flush(self._cycle.device)  # offloads of timed blocks are not part of the step
         if block is not None:  # else the cycle is measured again
             self.profiled.append(block)
         return result
@@ -130,7 +130,7 @@ class MeteredCalls:
         return self._cycle.meter.unmuted()
 
     def note_casts(self, cycle: Cycle) -> None:
-        """Note how many bytes of casts autocast holds."""
+        """Record how many bytes of casts autocast's cache holds."""
         casts = {id(cast.storage): cast for block in self.profiled for cast in block.casts}
         if casts and cycle.events:
             alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
@@ -149,6 +149,6 @@ class MeteredCalls:
         _C.when_backward_ends(lambda: cycle.note("backward"))
 
     def settle(self, cycle: Cycle) -> None:
-        """A backward reaches outputs: see what is alive of that which profiled blocks dropped."""
+        """A backward reached outputs: determine which dropped values of profiled blocks are alive."""
         if cycle is self._cycle and len(self.settled) < len(self.profiled):
             self.settled += settled(self.profiled[len(self.settled) :], set(map(id, self._returned)))

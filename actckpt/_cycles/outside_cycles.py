@@ -1,4 +1,4 @@
-"""Memory that the step of `plan` takes outside of cycles, and that counts in them."""
+"""Memory that the step of `plan` needs outside of cycles, and that counts in them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["OutsideCycles"]
 
 
 class _Made(LiveStorages):
-    """Counts storages that are made before the forward of the model."""
+    """Counts storages that are created before the forward of the model."""
 
     def alive(self, not_counted: list[Any]) -> list[tuple[weakref.ref[torch.UntypedStorage], int]]:
-        """Return the storages that are alive, and their bytes, without those of some tensors."""
+        """Return the live storages and their bytes, without those of some tensors."""
         left_out = {id(storage) for storage in storages_of(not_counted)}
         with self._lock:
             self._count_deaths()
@@ -31,11 +31,11 @@ class _Made(LiveStorages):
 
 
 class OutsideCycles:
-    """Counts memory of a step that its cycle does not see. A cycle begins at the forward of the model.
+    """Counts memory of a step that its cycle does not see. A cycle starts at the forward of the model.
 
-    1. What the step makes before the forward, and frees before it ends: a batch that it loads.
-    2. The state that the optimizer makes after the cycle. Each step of `plan` begins without it, and each later step
-       of a training with it. State that is made inside of backward is part of the cycle.
+    1. What the step allocates before the forward, and frees before it ends: a batch that it loads.
+    2. The state that the optimizer allocates after the cycle. Each step of `plan` starts without it, and each later
+       training step with it. State that is allocated inside backward is part of the cycle.
 
     Enter it around the first step.
     """
@@ -45,10 +45,11 @@ class OutsideCycles:
         self._thread = threading.get_ident()
         self._mode: _Made | None = None
         self._is_before_forward = True
-        #: Made before the forward: storages, and the bytes of those that count.
+        #: Created before the forward: storages, and the bytes of those that count.
         self._made: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._made_bytes = 0
-        #: Of the optimizers' state: when the first step ends without what backward made, and in a step of theirs.
+        #: Optimizer state bytes: after the first step, without those made in backward; before an update; made in
+        #: backward.
         self._state_bytes = self._begin_bytes = self._in_backward_bytes = 0
 
     def nbytes(self) -> int:
@@ -58,7 +59,7 @@ class OutsideCycles:
             gradients = [parameter.grad for parameter in self._model.parameters()]
             self._made = self._mode.alive([gradients, self._config.optimizer_states()])
             self._made_bytes = sum(nbytes for _, nbytes in self._made)
-            if threading.get_ident() == self._thread:  # a mode leaves the stack of its own thread only
+            if threading.get_ident() == self._thread:  # a mode leaves only the stack of its own thread
                 self._end_mode()
         if not self._config.is_total:
             return self._made_bytes
@@ -79,7 +80,7 @@ class OutsideCycles:
         self._end_mode()
         for hook in self._hooks:
             hook.remove()
-        # What lives on is there before the next step: caches that the first step fills.
+        # What stays alive exists before the next step: caches that the first step fills.
         self._made_bytes = sum(nbytes for storage, nbytes in self._made if storage() is None)
         self._made = []
         self._state_bytes = self._config.optimizer_bytes(self._device) - self._in_backward_bytes

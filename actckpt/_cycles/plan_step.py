@@ -24,7 +24,7 @@ from actckpt.statistics import uncounted
 
 __all__ = ["planned"]
 
-#: More steps than the loop takes with all of its candidates.
+#: More steps than the loop needs with all of its candidates.
 _MOST_STEPS = 200
 
 
@@ -32,12 +32,12 @@ _MOST_STEPS = 200
 def planned(
     step: Callable[[], object], model: torch.nn.Module, blocks: dict[str, torch.nn.Module], config: BudgetConfig
 ) -> Plan:
-    """Return the fastest plan that fits. Errors are those of `actckpt.plan`."""
+    """Return the fastest plan that fits. Raises the errors of `actckpt.plan`."""
     checked = Step(step, "plan", model)
     state = TrainingState(model, config.optimizers)
     patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
     forwards = forwards_in(blocks)
-    for forward in forwards.values():  # an error tells of blocks that do not run
+    for forward in forwards.values():  # for errors about blocks that do not run
         forward.together.is_checked = True
     outside = OutsideCycles(model, config, device_of(model))
     config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
@@ -53,7 +53,7 @@ def planned(
                     "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
                 )
             _check_calls(loop, tuple(blocks))
-            if not loop.is_measured:  # compiled code is kept in its first call
+            if not loop.is_measured:  # results of compiled code are kept in its first call
                 state.put_back()
                 checked()
             _check_backward(loop, tuple(blocks))
@@ -76,18 +76,18 @@ def planned(
 def _explained(
     step: Step, model: torch.nn.Module, blocks: dict[str, torch.nn.Module], state: TrainingState
 ) -> Iterator[None]:
-    """Say of an error about blocks why they did not run; of one about backward, what is known of it."""
+    """Explain an error about blocks by why they did not run, and one about backward by what is known of it."""
     try:
         yield
     except BlocksError as error:
         unpatch(blocks)
-        found = why_not_run(step, model, blocks, state)
+        reason = why_not_run(step, model, blocks, state)
         patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
-        raise BlocksError(f"plan: {found}" if found else f"{error}{step.hint()}") from None
+        raise BlocksError(f"plan: {reason}" if reason else f"{error}{step.hint()}") from None
 
 
 def _check_calls(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
-    """Raise where the one step that ran cannot be planned.
+    """Raise if the one step that ran cannot be planned.
 
     Raises:
         BlocksError: a block did not run, or ran in several forwards of the model.

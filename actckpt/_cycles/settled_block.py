@@ -12,17 +12,17 @@ from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
 
 __all__ = ["SettledBlock", "settled"]
 
-#: The input of a block as replays need it, where a rerun holds more arguments than that.
+#: Name of a block's input for replays, if a rerun holds more arguments than that.
 _REPLAY_INPUT = "(input of replays)"
 
 
 @dataclasses.dataclass(frozen=True)
 class SettledBlock:
-    """One block call. Its costs count bytes beyond those of a call that drops all that it can.
+    """One block call. Its costs count bytes in addition to those of a call that drops all that it can.
 
     Args:
-        always_kept_bytes: what the metered call kept for its backward, since nothing computes it again.
-        droppable_input_bytes: of its input, where only replays and reruns hold that.
+        always_kept_bytes: bytes that the metered call kept for its backward because nothing can recompute them.
+        droppable_input_bytes: bytes of its input, if only replays and reruns hold that.
     """
 
     name: str
@@ -34,15 +34,15 @@ class SettledBlock:
 
 
 def settled(blocks: Sequence[ProfiledBlock], returned: Collection[int] = ()) -> list[SettledBlock]:
-    """Return profiled calls as a backward finds them that reaches outputs for the first time.
+    """Return profiled calls in their state when a backward first reaches an output.
 
-    What is alive then although the call dropped it (a result that the next block holds, a cast in the cache of
-    autocast) is free to keep. An argument that is not alive is held by a rerun alone.
+    A dropped value that is alive then (a result that the next block holds, a cast in autocast's cache) is free to keep.
+    An argument that is not alive is held by a rerun only.
 
     Args:
         returned: `id` of the weak references to storages that the model returned: the program may hold them.
     """
-    # A storage has one weak reference while that lives.
+    # While a storage is alive, its weak reference is unique.
     num_given = Counter(id(storage) for block in blocks for storage, _ in block.arguments)
     needed = {id(storage) for block in blocks for storage in block.returned.values()}
     made_by_blocks = {id(storage) for block in blocks for storage in block.results} - needed - set(returned)
@@ -60,31 +60,31 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
         for value in block.costs.values
         if value.name in alive and not value.replayable and value.name not in returned
     ]
-    given, *values = block.costs.values
-    assert given.name == BLOCK_INPUT
-    is_held = block.input is not None and block.input() is not None  # not where replays begin with what is kept
-    can_leave = may_drop_input and is_held and (given.offloadable or not given.needed)
-    droppable = given.nbytes if can_leave else 0.0
-    # The input of a block in which nothing is trained has no bytes: nothing runs it again.
-    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if given.nbytes else 0
-    needed, can_move = (each and droppable > 0 for each in (given.needed, given.offloadable))
-    given = dataclasses.replace(given, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
+    block_input, *values = block.costs.values
+    assert block_input.name == BLOCK_INPUT
+    is_held = block.input is not None and block.input() is not None  # not if replays start from kept values
+    can_leave = may_drop_input and is_held and (block_input.offloadable or not block_input.needed)
+    droppable = block_input.nbytes if can_leave else 0.0
+    # The input of a block without trained parameters has no bytes: nothing reruns the block.
+    rerun_held = sum(nbytes for storage, nbytes in block.arguments if storage() is None) if block_input.nbytes else 0
+    needed, can_move = (flag and droppable > 0 for flag in (block_input.needed, block_input.offloadable))
+    block_input = dataclasses.replace(block_input, nbytes=droppable + rerun_held, needed=needed, offloadable=can_move)
 
     def counted(value: Value) -> Value:
-        # What backward does not read is not free to keep: the recorder may keep a result in place of its inputs.
+        # A value that backward does not read is not free to keep: the recorder may keep a result instead of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
         nbytes = 0.0 if is_free else value.nbytes
         return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0)
 
     values = [counted(value) for value in values]
-    if rerun_held:  # replays need the input alone, reruns all arguments
+    if rerun_held:  # replays need only the input, reruns all arguments
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
-    costs = dataclasses.replace(block.costs, values=(given, *values), input_bytes=float(block.input_bytes))
+    costs = dataclasses.replace(block.costs, values=(block_input, *values), input_bytes=float(block.input_bytes))
     return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
 
 
 def _reading(value: Value, name: str) -> Value:
     """Return a value that is computed from another input of the block."""
-    inputs = tuple(name if each == BLOCK_INPUT else each for each in value.inputs)
+    inputs = tuple(name if source == BLOCK_INPUT else source for source in value.inputs)
     return dataclasses.replace(value, inputs=inputs)

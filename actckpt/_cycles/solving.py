@@ -1,4 +1,4 @@
-"""Plans for a memory model: its cost table with links, the bytes that the user asks for, and the solver."""
+"""Plans for a memory model: its cost table with links, the user's budget in bytes, and the solver."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Solving:
         return not self._is_unlinked and is_linked(device_of(self._module), self._config.pins)
 
     def unlink(self, model: CycleModel) -> bool:
-        """Let plans offload nothing from now on, but for what pins say; return whether they could until now.
+        """Plan without offloading from now on, except for pins; return whether plans could offload until now.
 
-        What was observed of plans that offload corrects the memory model no more.
+        Observations of plans that offload do not correct the memory model any more.
         """
         if not self._is_linked() or pins_offload(self._config.pins):
             return False
@@ -52,14 +52,15 @@ class Solving:
         return True
 
     def budget_bytes(self, model: CycleModel, costs: CostTable) -> float:
-        """Return the budget of the user in bytes."""
+        """Return the user's budget in bytes."""
         return self._config.budget_bytes(self._module, functools.partial(model.plain_bytes, costs))
 
     def plan(self, model: CycleModel, costs: CostTable, budget_bytes: float, limit_bytes: float) -> Plan:
         """Return the fastest plan that fits.
 
         Args:
-            limit_bytes: what it is to fit into; where no plan does, and one fits into the budget, the smallest one.
+            limit_bytes: what it should fit into. If no plan does, and one fits into the budget, the smallest one is
+                returned.
         Raises:
             PlanInfeasibleError: no plan fits into either.
         """
@@ -73,11 +74,11 @@ class Solving:
         return self.placed(model, dataclasses.replace(plan, budget_bytes=budget_bytes))
 
     def placed(self, model: CycleModel, plan: Plan) -> Plan:
-        """Return a plan that knows where its values are in the model."""
+        """Return the plan with the places of its values in the model."""
         names = tuple(call.block for call in model.calls)
         return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
 
-    def told(
+    def user_error(
         self,
         model: CycleModel,
         error: PlanInfeasibleError,
@@ -86,7 +87,7 @@ class Solving:
         blocks: Iterable[str],
         num_forwards: int,
     ) -> PlanInfeasibleError:
-        """Return the error of the solver in the words of the user: the budget, and parts of the model by name."""
+        """Return the solver's error in the user's terms: the budget as written, and parts of the model by name."""
         advised = advice(model.made_outside, self._module, blocks, error.smallest_bytes)
         cause = ". ".join(filter(None, (_forwards_text(num_forwards), advised)))
         return infeasible_error(
@@ -98,7 +99,7 @@ class Solving:
         )
 
     def least_bytes(self, model: CycleModel, static_bytes: float) -> float:
-        """Return the smallest budget that can be met where it exceeds the user's budget, else 0."""
+        """Return the smallest feasible budget if it exceeds the user's budget, else 0."""
         costs = self.costs(model, static_bytes)
         try:
             solved(costs, self.budget_bytes(model, costs), self._config.pins)
@@ -108,10 +109,10 @@ class Solving:
 
 
 def smallest_budget(costs: CostTable, least_bytes: float, static_bytes: float) -> float:
-    """Return the smallest budget to name to a user: what the smallest plan needs, with a reserve."""
+    """Return the smallest budget to suggest to a user: what the smallest plan needs, plus a reserve."""
     return min(with_reserve(least_bytes, static_bytes), plain_plan(costs).peak_bytes)
 
 
 def _forwards_text(num_forwards: int) -> str:
-    """Say that several forwards are part of a step; empty for one."""
+    """Return a text for several forwards per step; empty for one."""
     return f"{num_forwards} forwards of the model are part of the step before backward has ended" * (num_forwards > 1)

@@ -1,9 +1,9 @@
 """The timeline of a training cycle: events at blocks, and the segments between them.
 
-A cycle begins at a forward of the model while no other forward is alive, and ends when no forward is alive any more. It
-may hold several forwards and backwards. An event is a moment at which a block's forward begins or ends, backward
-reaches the output or the input of a block, the forward of the model ends, or a backward ends. A segment lies between
-two events.
+A cycle starts at a forward of the model while no other forward is alive, and ends when no forward is alive any more. It
+may contain several forwards and backwards. Events are the start and end of a block's forward, backward reaching the
+output or the input of a block, the end of the model's forward, and the end of a backward. A segment lies between two
+events.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from actckpt._cycles.meter import Meter
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 
-#: What happened: a block's forward begins or ends, its backward begins or ends, the model's forward or a backward ends.
+#: A block's forward starts or ends, its backward starts or ends, the model's forward or a backward ends.
 EventKind = Literal[
     "begin", "forward begins", "forward ends", "backward begins", "backward ends", "forward", "backward"
 ]
-#: The event before the segment: its kind, the call of a block (-1: none), and how often this has happened before.
+#: The event before the segment: its kind, the block call (-1: none), and how often this has happened before.
 SegmentKey = tuple[str, int, int]
 
 
-#: A forward that makes less than this share of its arguments does nothing.
+#: A forward whose results are below this share of its arguments does nothing.
 _IDLE = 1 / 16
 
 
 class Event(NamedTuple):
-    """A moment of a cycle."""
+    """A point in time of a cycle."""
 
     kind: EventKind
     #: Number of the block call in the cycle, -1: none.
     call: int
     live_bytes: int
-    #: Peak since the event before.
+    #: Peak since the previous event.
     peak_bytes: int
-    #: Of a backward that reaches a block: it retains the graph.
+    #: For a backward that reaches a block: it retains the graph.
     retains_graph: bool = False
-    #: When, on a device; None: on a CPU, where the meter takes a part of the time.
+    #: Its time on a device; None on a CPU, where the meter slows down operators.
     moment: devices.Moment | None = None
 
 
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     block: str
     #: Number of the model's forward in the cycle.
     forward: int
-    #: Bytes of each tensor that it was given.
+    #: Bytes of each tensor passed to it.
     given: tuple[float, ...] = ()
 
     def is_same(self, other: Call) -> bool:
@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A stretch between two events."""
+    """The interval between two events."""
 
     key: SegmentKey
     #: The block call whose forward or backward runs, -1: none.
@@ -73,11 +73,11 @@ class Segment:
     is_forward: bool
     live_bytes: int
     peak_bytes: int
-    #: Block calls between their forward and their last backward, without the one that runs.
+    #: Block calls between their forward and their last backward, without the running one.
     alive: frozenset[int]
-    #: Casts of parameters in the cache of autocast, which blocks would hold themselves once that is left.
+    #: Parameter casts in autocast's cache, which blocks would hold themselves once that is cleared.
     cached_bytes: int = 0
-    #: How long it took; 0: not known.
+    #: Duration; 0: unknown.
     seconds: float = 0.0
 
 
@@ -86,11 +86,11 @@ class Cycle:
 
     Args:
         device: of the model.
-        static_bytes: what counts toward the budget and existed before the cycle.
+        static_bytes: bytes from before the cycle that count toward the budget.
 
     Attributes:
-        meter: counts bytes; None: only calls are noted. The event "begin" is noted once it is set.
-        watch: tells of a peak that rises without a meter.
+        meter: counts bytes; None: only calls are recorded. Setting it records the event "begin".
+        watch: detects a rising peak without a meter.
     """
 
     meter: Meter | None = None
@@ -103,31 +103,31 @@ class Cycle:
         self.events: list[Event] = []
         self.calls: list[Call] = []
         self.num_forwards = self.num_backwards = 0
-        #: In which order forwards began and backwards reached them: (number of the forward, number of the backward,
-        #: whether that retains the graph); number 0 of a backward stands for the begin of the forward.
+        #: The order in which forwards started and backwards reached them: (number of the forward, number of the
+        #: backward, whether that retains the graph); backward number 0 stands for the start of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
-        #: By number of the event, the bytes of casts that are in the cache of autocast then.
+        #: By event number, the bytes of casts in autocast's cache.
         self.cached_bytes: dict[int, int] = {}
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
-        #: Why it tells nothing: a forward failed, another thread took part, other calls ran than were planned for.
+        #: The cycle is not usable: a forward failed, another thread took part, or other calls ran than planned.
         self.is_void = False
         self.began = devices.moment(device)
         self._running = -1
 
     def note(self, kind: EventKind, call: int = -1, *, retains_graph: bool = False) -> None:
-        """Note an event."""
+        """Record an event."""
         if self.meter is None or not self.meter.is_counting:
             return
-        if kind == "backward ends" and self._running != call:  # the next block's backward begins at the same moment
+        if kind == "backward ends" and self._running != call:  # the next block's backward starts at the same time
             return
         self._running = call if kind == "backward begins" else -1
         moment = devices.moment(self.device) if self._is_timed else None
         self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
 
     def forward_ends(self) -> None:
-        """Note that a forward of the model has ended."""
+        """A forward of the model has ended."""
         self.note("forward")
         if self.watch is not None:
             self.watch.see()
@@ -140,7 +140,7 @@ class Cycle:
         return number
 
     def backward_reaches(self, number: int, task: int, *, retains_graph: bool) -> None:
-        """Count a backward that reaches an output of a forward; `task` tells backwards apart."""
+        """Count a backward that reaches an output of a forward; `task` identifies the backward."""
         self.num_backwards += 1
         if task not in self._tasks[-1:]:
             self._tasks.append(task)
@@ -158,11 +158,11 @@ class Cycle:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes at once, static ones included."""
+        """The peak in bytes, including static ones."""
         return self.static_bytes + max((event.peak_bytes for event in self.events), default=0)
 
     def idle_calls(self) -> frozenset[int]:
-        """Return the block calls whose forward made next to nothing of its arguments: they may do more another time."""
+        """Return the block calls whose forward made next to nothing: they may do more another time."""
         made = {
             event.call: after.peak_bytes - event.live_bytes
             for event, after in zip(self.events, self.events[1:], strict=False)
@@ -171,10 +171,10 @@ class Cycle:
         return frozenset(call for call, nbytes in made.items() if nbytes <= _IDLE * sum(self.calls[call].given))
 
     def segments(self) -> list[Segment]:
-        """Return the segments in time order, with the block calls that are alive in each. Waits for a device."""
+        """Return the segments in time order, with the live block calls of each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        found, cached_bytes = list[Segment](), 0
+        segments, cached_bytes = list[Segment](), 0
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -188,13 +188,13 @@ class Cycle:
             is_timed = event.moment is not None and after.moment is not None
             seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
             figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
-            found.append(Segment(key, call, is_forward, *figures))
-        return found
+            segments.append(Segment(key, call, is_forward, *figures))
+        return segments
 
     def _owners(self) -> tuple[list[tuple[int, bool]], dict[int, int], dict[int, int]]:
-        """Return per event the call that runs after it, and per call where it begins and ends to be alive.
+        """Return per event the call that runs after it, and per call the events where it becomes alive and dies.
 
-        A call is alive up to its last backward; where that retains the graph, up to the end of the cycle.
+        A call is alive up to its last backward; if that retains the graph, up to the end of the cycle.
         """
         running: list[tuple[int, bool]] = []
         now, begins, ends = (-1, False), dict[int, int](), dict[int, int]()
@@ -206,10 +206,10 @@ class Cycle:
             elif event.kind == "forward ends":
                 now, begins[event.call] = (-1, False), at
             elif event.kind == "backward begins":
-                if in_backward:  # no gradient of an input showed where it ended
+                if in_backward:  # no input gradient showed where it ended
                     ends[now[0]] = at
                 now, last[event.call] = (event.call, False), event
-                ends[event.call] = len(self.events)  # unless its end shows
+                ends[event.call] = len(self.events)  # unless its end is recorded
             elif event.kind in ("backward ends", "backward") and in_backward and event.call in (now[0], -1):
                 ends[now[0]] = at
                 now = (-1, False)

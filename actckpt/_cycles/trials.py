@@ -1,7 +1,7 @@
-"""Trials: training cycles that run candidate plans in turn, until one is known to be the fastest.
+"""Trials: training cycles that run candidate plans in turn until the fastest one is known.
 
 All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each
-candidate per round. A candidate leaves when it is slower than the best one by more than the spread of the paired
+candidate per round. A candidate is eliminated if it is slower than the best one by more than the spread of the paired
 differences.
 """
 
@@ -21,27 +21,27 @@ from actckpt.planner.plans import Plan, Raced
 
 __all__ = ["Candidate", "Trials", "candidates_beside"]
 
-#: Rounds until a candidate may leave, and until the fastest one of those left is taken.
+#: Number of rounds before a candidate may be eliminated, and after which the fastest remaining one is taken.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
-#: Events of a device tell no shorter times apart.
+#: Resolution of device events.
 _RESOLUTION_S = 5e-7
-#: After the first round, a candidate this much slower leaves at once.
+#: After the first round, a candidate this many times slower is eliminated at once.
 _MUCH_SLOWER = 1.5
 
 
 @dataclasses.dataclass
 class Candidate:
-    """A plan to try.
+    """A candidate plan.
 
     Args:
         name: for people.
-        peak_bytes: as it was predicted, or measured once it ran under a meter.
+        peak_bytes: predicted, or measured once it ran under a meter.
     """
 
     name: str
     plan: Plan
     peak_bytes: float
-    #: Whether its peak has been measured.
+    #: Whether its peak was measured.
     is_measured: bool = False
     fits: bool = True
     cycles: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
@@ -52,52 +52,54 @@ class Candidate:
 
 
 def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
-    """Return a plan that was measured, and simple choices.
+    """Return a measured plan, and simple policies as candidates.
 
     Args:
-        placed: returns a plan that knows where its values are in the model.
+        placed: returns a plan with the places of its values in the model.
     """
     fits = plan.peak_bytes <= budget_bytes
-    found = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
+    candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
     for name, other in simple_plans(plan.costs):
-        if not any(other.actions == each.plan.actions and other.rerun == each.plan.rerun for each in found):
+        if not any(
+            other.actions == candidate.plan.actions and other.rerun == candidate.plan.rerun for candidate in candidates
+        ):
             of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
-            found.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
-    return found
+            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
+    return candidates
 
 
 class Trials:
     """Candidates and their cycles.
 
     Args:
-        candidates: the solver's plan first, whose peak is known. Those that are not predicted to fit are only listed.
-        budget_bytes: what a candidate's measured peak must not exceed.
+        candidates: the solver's plan first; its peak is known. Those predicted not to fit are only listed.
+        budget_bytes: maximum measured peak of a candidate.
     """
 
     def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
         self._all, self._budget_bytes = candidates, budget_bytes
-        self._left = [each for each in candidates if each.fits]
+        self._left = [candidate for candidate in candidates if candidate.fits]
         self._running = candidates[0]
 
     @property
     def is_over(self) -> bool:
-        """Whether one candidate is left, whose peak is measured, or none."""
-        return len(self._left) <= 1 and all(each.is_measured for each in self._left)
+        """Whether at most one candidate, with a measured peak, is left."""
+        return len(self._left) <= 1 and all(candidate.is_measured for candidate in self._left)
 
     @property
     def num_cycles_left(self) -> int:
-        """How many more cycles may be trials."""
-        return 0 if self.is_over else sum(_MOST_ROUNDS - len(each.cycles) for each in self._left)
+        """The maximum number of trials left."""
+        return 0 if self.is_over else sum(_MOST_ROUNDS - len(candidate.cycles) for candidate in self._left)
 
     @property
     def running(self) -> Candidate:
-        """The candidate that runs in this cycle."""
+        """The candidate of the current cycle."""
         return self._running
 
     def next(self) -> Candidate:
-        """Return the candidate for the next cycle: one that is not measured yet, else the one with fewest cycles."""
-        unmeasured = [each for each in self._left if not each.is_measured]
-        self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda each: len(each.cycles))
+        """Return the candidate for the next cycle: an unmeasured one, else the one with the fewest cycles."""
+        unmeasured = [candidate for candidate in self._left if not candidate.is_measured]
+        self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda candidate: len(candidate.cycles))
         return self._running
 
     def note_peak(self, peak_bytes: float) -> None:
@@ -108,18 +110,18 @@ class Trials:
             self._left.remove(self._running)
 
     def note_time(self, began: Moment, device: torch.device) -> None:
-        """A cycle of the candidate has ended without a meter."""
+        """An unmetered cycle of the candidate has ended."""
         self._running.cycles.append((began, devices.moment(device)))
-        if len({len(each.cycles) for each in self._left}) == 1 and self._have_passed():
+        if len({len(candidate.cycles) for candidate in self._left}) == 1 and self._have_passed():
             self._drop_slower()
 
     def _have_passed(self) -> bool:
-        return all(devices.has_passed(end) for each in self._left for _, end in each.cycles)
+        return all(devices.has_passed(end) for candidate in self._left for _, end in candidate.cycles)
 
     def _drop_slower(self) -> None:
-        times = {id(each): each.seconds() for each in self._left}
+        times = {id(candidate): candidate.seconds() for candidate in self._left}
         num_rounds = len(self._left[0].cycles)
-        best = min(self._left, key=lambda each: statistics.median(times[id(each)]))
+        best = min(self._left, key=lambda candidate: statistics.median(times[id(candidate)]))
         reference = times[id(best)]
 
         def is_slower(seconds: list[float]) -> bool:
@@ -129,13 +131,13 @@ class Trials:
             spread = 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
             return statistics.mean(ratios) - spread > 0 or num_rounds >= _MOST_ROUNDS
 
-        self._left = [each for each in self._left if each is best or not is_slower(times[id(each)])]
+        self._left = [candidate for candidate in self._left if candidate is best or not is_slower(times[id(candidate)])]
 
     def result(self) -> Plan:
-        """Return the fastest plan, the solver's where none fits, with what was measured of all of them."""
+        """Return the fastest plan, or the solver's if none fits, with the measurements of all of them."""
         best = self._left[0] if self._left else self._all[0]
         reference = statistics.median(self._all[0].seconds()) if self._all[0].cycles else None
-        rows = tuple(self._row(each, reference) for each in self._all)
+        rows = tuple(self._row(candidate, reference) for candidate in self._all)
         return dataclasses.replace(best.plan, peak_bytes=best.peak_bytes, race=rows, chosen=best.name)
 
     @staticmethod

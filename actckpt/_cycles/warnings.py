@@ -64,6 +64,6 @@ UNREAD = (
 
 @torch_private.called_while_traced
 def warn_compiled() -> bool:
-    """Warn that compiled code runs, of which nothing is measured."""
+    """Warn that compiled code runs, which cannot be measured."""
     warn_user(COMPILED)
     return True

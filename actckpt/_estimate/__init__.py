@@ -1,1 +1,1 @@
-"""Steps that run on tensors without bytes: what they would hold and take on a device that is not there."""
+"""Steps on fake tensors: the memory and time that they would need on another device."""

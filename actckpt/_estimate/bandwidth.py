@@ -1,14 +1,12 @@
-"""Offloading of fake tensors: nothing moves, bytes are let go when they would have been written out.
+"""Offloading of fake tensors: nothing is copied; bytes are released when they would have been written.
 
-NOTE [ Links ]
+This simulates `apply(model, policy="offload")` for device tensors, by the clock of `roofline`.
 
-What `apply(model, policy="offload")` does to tensors of a device, by the clock of NOTE [ Roofline ].
-
-Rule 1. What a block saves, but for parameters, buffers and what is small, is written out and comes back in backward.
-        Bytes go one after the other over a link, with one of the same speed for the way back.
-Rule 2. What is written stays until it is written, and within the window: what goes beyond waits for the oldest.
-Rule 3. Backward that asks for what is not written yet gets it back at once. Otherwise it waits until it was read, and
-        what was saved before is read ahead, as far as the window goes.
+- Saved tensors of a block, except parameters, buffers and small ones, are written out and read back in backward. Copies
+  are serialized on a link; the opposite direction has the same speed.
+- Bytes stay until they are written, and within the window: what exceeds it waits for the oldest copy.
+- If backward needs bytes that are not written yet, it gets them at once. Otherwise it waits until they are read, and
+  tensors saved before are prefetched, up to the window.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _LEAST_WINDOW, _MOST_WINDOW = 4 << 20, 256 << 20
 
 
 class _Ticket:
-    """The bytes of one storage that were put."""
+    """The bytes of one storage in the store."""
 
     __slots__ = ("__weakref__", "back", "loaded", "nbytes", "place", "ready_s", "source", "written_s")
 
@@ -44,19 +42,19 @@ class _Ticket:
         self.nbytes, self.place, self.written_s = source.nbytes(), place, written_s
         #: Held until it is written.
         self.source: _Storage | None = source
-        #: Read, or being read until `ready_s`, and not asked for yet.
+        #: Read, or being read until `ready_s`, and not unpacked yet.
         self.loaded: _Storage | None = None
         self.ready_s = 0.0
-        #: What was given to backward, as long as something uses it.
+        #: What backward got, while something uses it.
         self.back: Callable[[], _Storage | None] = lambda: None
 
 
 class Link:
-    """Both ways between a device and the memory of the host.
+    """Both directions between a device and host memory.
 
     Args:
-        clock: says where the program is, and waits.
-        bytes_per_s: one way.
+        clock: has the program's time, and waits.
+        bytes_per_s: bandwidth of one direction.
     """
 
     def __init__(self, clock: Clock, bytes_per_s: float) -> None:
@@ -67,7 +65,7 @@ class Link:
         self._ahead_bytes = self._put_bytes = self._largest = 0
 
     def put(self, source: _Storage) -> _Ticket:
-        """Begin to write bytes out."""
+        """Start to write bytes."""
         self._out_free_s = max(self._out_free_s, self._clock.seconds) + source.nbytes() / self._bytes_per_s
         ticket = _Ticket(source, len(self._tickets), self._out_free_s)
         self._tickets.append(weakref.ref(ticket))
@@ -78,7 +76,7 @@ class Link:
         return ticket
 
     def _window(self) -> int:
-        """As csrc/engine/window.h says."""
+        """The window, as in csrc/engine/window.h."""
         fixed = config.settings().window_bytes
         if fixed is not None:
             return fixed
@@ -86,7 +84,7 @@ class Link:
         return max(_LEAST_WINDOW, min(wanted, _MOST_WINDOW))
 
     def _settle(self) -> None:
-        """Let go of what is written; wait for what does not fit into the window."""
+        """Release what is written; wait for what exceeds the window."""
         in_flight = sum(ticket.nbytes for ticket in self._writing if ticket.source is not None)
         while self._writing:
             oldest = self._writing[0]
@@ -99,7 +97,7 @@ class Link:
             self._writing.popleft()
 
     def get(self, ticket: _Ticket) -> _Storage:
-        """Return bytes that were put, once they are there."""
+        """Return bytes from the store once they are read."""
         self._settle()
         storage = ticket.back() or ticket.source
         if storage is None:
@@ -135,10 +133,10 @@ class Offloading:
     """How the blocks of a model are offloaded.
 
     Attributes:
-        link: which everything takes.
-        mode: under which the fakes are made.
+        link: for all copies.
+        mode: the fake mode.
         owned: parameters and buffers, which stay.
-        min_bytes: what is smaller stays.
+        min_bytes: smaller tensors stay.
     """
 
     link: Link

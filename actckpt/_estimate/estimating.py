@@ -1,4 +1,4 @@
-"""One training step on fake tensors: what it would hold and take."""
+"""One training step on fake tensors: the memory and time it would need."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from actckpt.memory import LiveStorages
 __all__ = ["Figures", "Options", "Stepper", "explained"]
 
 Step = Callable[[], object]
-#: Keywords of `apply`; None: the step without actckpt.
+#: Keyword arguments of `apply`; None: the step without actckpt.
 Options = dict[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What one step holds and takes, in bytes and seconds; see `actckpt.estimation.EstimatedPolicy`."""
+    """Memory and time of one step, in bytes and seconds; see `actckpt.estimation.EstimatedPolicy`."""
 
     held_bytes: int
     peak_bytes: int
@@ -47,11 +47,11 @@ class Figures:
 
 
 class Stepper:
-    """Runs steps of a model under policies, on fakes. Used inside of the block of the fakes, and as a context itself.
+    """Runs steps of a model under policies, on fakes. Used inside the fakes' context, and as a context itself.
 
     Args:
         fakes: entered.
-        optimizers: whose state counts; the step of each is run once if the first step of training does not do it.
+        optimizers: their state counts; each runs one step if the first training step does not run it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Stepper:
         self._parameters: list[nn.Parameter] = []
         self._owned: list[Tensor] = []
         self._gradients: dict[int, int] = {}
-        #: Of parameters and buffers; of the gradients after a step; of the optimizer's state.
+        #: Bytes of parameters and buffers; of the gradients after a step; of the optimizer state.
         self.model_bytes = self.gradient_bytes = self.optimizer_bytes = 0
 
     def __enter__(self) -> Stepper:
@@ -79,7 +79,7 @@ class Stepper:
         self.model_bytes = _bytes_of(self._owned)
 
     def warm_up(self, step: CheckedStep) -> None:
-        """Run a first step, which makes what later ones find: caches of modules, the state of the optimizer.
+        """Run a first step, which creates state for later ones: caches of modules, optimizer state.
 
         Raises:
             ValueError: it does not call backward.
@@ -97,14 +97,14 @@ class Stepper:
         for optimizer in self._optimizers:
             if not optimizer.state:
                 optimizer.step()
-        self.optimizer_bytes = _bytes_of([state for each in self._optimizers for state in each.state.values()])
+        self.optimizer_bytes = _bytes_of([state for one in self._optimizers for state in one.state.values()])
         self._take_stock()
 
     def _note_gradient(self, parameter: Tensor) -> None:
         self._gradients[id(parameter)] = _bytes_of([parameter.grad])
 
     def run(self, step: Step, options: Options) -> Figures:
-        """Run a step under a policy, beginning without gradients."""
+        """Run a step under a policy, starting without gradients."""
         for parameter in self._parameters:
             parameter.grad = None
         clock, held = Clock(self._target), [0]
@@ -133,10 +133,10 @@ class Stepper:
         if options is None:
             yield 0
             return
-        given = dict(options)
-        policy = given["policy"] = kernels.policy_for_stand_ins(given["policy"])
-        min_bytes = parse_bytes(given.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
-        names = apply(self._model, **given)
+        keywords = dict(options)
+        policy = keywords["policy"] = kernels.policy_for_stand_ins(keywords["policy"])
+        min_bytes = parse_bytes(keywords.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
+        names = apply(self._model, **keywords)
         with contextlib.ExitStack() as exits:
             exits.callback(remove, self._model)
             if policy == "offload":
@@ -150,7 +150,7 @@ class Stepper:
 
 @contextlib.contextmanager
 def explained(model: nn.Module | None) -> Iterator[None]:
-    """Say in one line which operator needs numbers, where one does.
+    """If an operator needs the numbers of fake tensors, raise a one-line error about it.
 
     Raises:
         ValueError: one does.

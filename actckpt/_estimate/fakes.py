@@ -1,20 +1,20 @@
-"""Running a training step on tensors without bytes, in the place of a model that may be real.
+"""Run a training step on fake tensors, with a model that may have real ones.
 
-NOTE [ Fakes ]
+Operators run under torch's FakeTensorMode: they compute shapes, and nothing is allocated. Fakes are CPU tensors, since
+a CPU build of torch aborts if CUDA fakes need gradients. So devices that the program names are replaced by the CPU, and
+their autocast by the CPU's. Kernels that the target has and the CPU lacks are replaced too
+(actckpt/_estimate/kernels.py).
 
-Rule 1. Operators run under torch's FakeTensorMode: they compute shapes, and nothing is allocated. Fakes stand for
-        tensors of the CPU, since a CPU build of torch aborts where those of CUDA need gradients: devices that the
-        program names are replaced by the CPU, and autocast for one by autocast for the CPU.
-Rule 2. Tensors from outside become fakes when a module or a function of torch is called with them, always the same
-        ones. Tensors of the host that the program moves to a device are copied there, as they would be.
-Rule 3. A model is replaced by putting fakes into its modules. What its modules and its optimizer hold in attributes,
-        and in containers that are attributes, is put back afterwards; so are random state and the default dtype. The
-        real tensors are never written: no operator reaches them.
-Rule 4. Modules are moved and converted by making new parameters (`nn.Module.to` would swap fakes, which torch refuses).
-Rule 5. An optimizer may read numbers of its state (the count of steps): each is 0.5, which makes none divide by zero.
-Rule 6. Functions of torch are replaced for the thread that runs the step; other threads go on with real tensors.
-Rule 7. Kernels that the target has and the CPU has not are replaced (actckpt/_estimate/kernels.py).
-Rule 8. Integers whose numbers are known can be read (actckpt/_estimate/numbers.py).
+External tensors become fakes when they are passed to a module or a torch function, always the same fake for the same
+tensor. Host tensors that the program moves to a device are copied, as on the device. Integers with known numbers can be
+read (actckpt/_estimate/numbers.py).
+
+A model is replaced by putting fakes into its modules. Afterwards the attributes of modules and optimizer, their
+containers, random state and the default dtype are restored. No operator reaches the real tensors, so they are never
+written. Modules are moved and converted by making new parameters, since `nn.Module.to` would swap fakes, which torch
+rejects. An optimizer may read numbers of its state (the step count): each is 0.5, so that none divides by zero.
+
+torch functions are replaced only for the thread that runs the step; other threads continue with real tensors.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from actckpt._estimate.targets import Target
 
 __all__ = ["Fakes"]
 
-#: Functions of torch are replaced: in which order two threads put them back must not matter.
+#: torch functions are replaced: two threads must not restore them in the wrong order.
 _one_at_a_time = threading.RLock()
 _CPU = torch.device("cpu")
-#: Where functions that move tensors take the number of a device, and what one that is not the CPU's is called.
+#: Position of the device argument in functions that move tensors, and the name of non-CPU devices.
 _DEVICE_AT, _ELSEWHERE = {"to": 1, "_parse_to": 0}, "cuda"
 _STAY = ("cpu", "meta")
 
@@ -52,7 +52,7 @@ class Fakes:
     """A context in which every tensor is a fake one.
 
     Args:
-        target: whose kernels the operators stand for.
+        target: the operators use its kernels, or replacements of these.
     """
 
     def __init__(self, target: Target) -> None:
@@ -110,11 +110,11 @@ class Fakes:
             self.updating = False
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether a fake stands for a tensor from outside, in the memory of the host."""
+        """Whether a fake stands for an external tensor in host memory."""
         return id(tensor.untyped_storage()) in self._host
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the fake that stands for a tensor; itself if it is one of this mode."""
+        """Return the fake for a tensor; the tensor itself if it is one of this mode."""
         if getattr(tensor, "fake_mode", None) is self.mode:
             return tensor
         if id(tensor) not in self._made:
@@ -122,20 +122,20 @@ class Fakes:
         return self._made[id(tensor)][1]
 
     def within(self, value: Any) -> Any:
-        """Return a value with fakes in the place of the tensors from outside in it; itself if it has none."""
+        """Return a value with external tensors replaced by fakes; the value itself if it has none."""
         if isinstance(value, Tensor):
             return self.of(value)
         if type(value) in (tuple, list):
-            found = [self.within(each) for each in value]
-            return value if all(map(operator.is_, found, value)) else type(value)(found)
+            items = [self.within(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else type(value)(items)
         if type(value) is dict:
-            found = [self.within(each) for each in value.values()]
-            is_same = all(map(operator.is_, found, value.values()))
-            return value if is_same else dict(zip(value, found, strict=True))
+            items = [self.within(item) for item in value.values()]
+            is_same = all(map(operator.is_, items, value.values()))
+            return value if is_same else dict(zip(value, items, strict=True))
         return value
 
     def _calling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `nn.Module.__call__` that passes fakes on: regions see arguments before functions of torch do."""
+        """Return an `nn.Module.__call__` that passes fakes on: regions see arguments before torch functions do."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return original(module, *self.within(args), **self.within(kwargs))
@@ -165,7 +165,7 @@ class Fakes:
 
     @contextlib.contextmanager
     def replacing(self, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...]) -> Iterator[None]:
-        """Put fakes into a model and its optimizers, whose state begins anew, as long as the block runs."""
+        """Put fakes into a model and its optimizers, which start without state, for the duration of the body."""
         with contextlib.ExitStack() as exits:
             for module in model.modules():
                 exits.callback(_held_by(module.__dict__))
@@ -176,7 +176,9 @@ class Fakes:
             for module in model.modules():
                 held: tuple[dict[str, Any], ...] = module._parameters, module._buffers
                 for tensors in held:
-                    tensors.update({name: None if each is None else self.of(each) for name, each in tensors.items()})
+                    tensors.update(
+                        {name: None if tensor is None else self.of(tensor) for name, tensor in tensors.items()}
+                    )
             for buffer in model.buffers():
                 self._host.discard(id(buffer.untyped_storage()))
             for optimizer in optimizers:
@@ -192,10 +194,10 @@ class Fakes:
 
 
 def _held_by(attributes: dict[str, Any]) -> Callable[[], None]:
-    """Return what puts attributes, and the contents of containers among them, back."""
+    """Return a function that restores attributes, and the contents of containers among them."""
     held = dict(attributes)
-    contents = [(each, list(each)) for each in held.values() if type(each) in (list, set, deque)]
-    items = [(each, list(each.items())) for each in held.values() if type(each) in (dict, OrderedDict, defaultdict)]
+    contents = [(value, list(value)) for value in held.values() if type(value) in (list, set, deque)]
+    items = [(value, list(value.items())) for value in held.values() if type(value) in (dict, OrderedDict, defaultdict)]
 
     def put_back() -> None:
         for name in [name for name in attributes if name not in held]:
@@ -212,7 +214,7 @@ def _held_by(attributes: dict[str, Any]) -> Callable[[], None]:
 
 
 class _Redirect(TorchFunctionMode):
-    """Sees every function of torch that the program calls: NOTE [ Fakes ], Rules 1, 2, 5 and 7."""
+    """Sees every torch function that the program calls."""
 
     def __init__(self, fakes: Fakes, stand_ins: dict[Any, Any]) -> None:
         super().__init__()
@@ -221,10 +223,10 @@ class _Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if func is torch.device or name == "__get__":  # a fake has the attributes of its tensor, but for the version
+        if func is torch.device or name == "__get__":  # a fake has the attributes of its tensor, except the version
             return func(*args, **(kwargs or {}))
-        args = tuple(self._fakes.within(each) for each in args)
-        kwargs = {name: self._fakes.within(each) for name, each in (kwargs or {}).items()}
+        args = tuple(self._fakes.within(argument) for argument in args)
+        kwargs = {name: self._fakes.within(argument) for name, argument in (kwargs or {}).items()}
         if func is torch.Tensor.item and self._fakes.updating:
             return 0.5
         if func is torch.Tensor.cuda:
@@ -237,8 +239,8 @@ class _Redirect(TorchFunctionMode):
         moves = func is torch.Tensor.to and any(map(_is_elsewhere, (*args[1:], kwargs.get("device"))))
         if func in torch_private.factories() and kwargs.get("device") is None and not _is_meta_default():
             kwargs["device"] = _CPU
-        args = tuple(_CPU if _is_elsewhere(each) else each for each in args)
-        kwargs = {name: _CPU if _is_elsewhere(each) else each for name, each in kwargs.items()}
+        args = tuple(_CPU if _is_elsewhere(argument) else argument for argument in args)
+        kwargs = {name: _CPU if _is_elsewhere(argument) else argument for name, argument in kwargs.items()}
         if self._stand_ins:
             args = kernels.as_autocast(func, args)
         result = self._stand_ins.get(func, func)(*args, **kwargs)
@@ -249,7 +251,7 @@ class _Redirect(TorchFunctionMode):
 
 
 def _is_elsewhere(value: Any) -> bool:
-    """Whether an argument names a device that fakes do not stand for."""
+    """Whether an argument names a non-CPU device."""
     if isinstance(value, str):
         return value.partition(":")[0] in ("cuda", "xpu", "mps", "hip", "hpu", "npu", "mtia")
     return isinstance(value, torch.device) and value.type not in _STAY
@@ -260,14 +262,14 @@ def _is_meta_default() -> bool:
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply`, by making new parameters where `fn` returns other tensors."""
+    """`nn.Module._apply`, which makes new parameters if `fn` returns other tensors."""
     for inner in module.modules() if recurse else (module,):
         for name, parameter in inner._parameters.items():
             with torch.no_grad():
-                found = parameter if parameter is None else fn(parameter)
-            if parameter is not None and found is not None and found is not parameter:
-                inner._parameters[name] = nn.Parameter(found, requires_grad=parameter.requires_grad)
-        inner._buffers.update({name: None if each is None else fn(each) for name, each in inner._buffers.items()})
+                converted = parameter if parameter is None else fn(parameter)
+            if parameter is not None and converted is not None and converted is not parameter:
+                inner._parameters[name] = nn.Parameter(converted, requires_grad=parameter.requires_grad)
+        inner._buffers.update({name: None if buffer is None else fn(buffer) for name, buffer in inner._buffers.items()})
     return module
 
 
@@ -282,7 +284,7 @@ def _cpu_autocast() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for this thread; others go on with the original."""
+    """Replace an attribute for this thread; other threads use the original."""
     original, thread = getattr(owner, name), threading.get_ident()
 
     @functools.wraps(original)

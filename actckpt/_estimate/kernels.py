@@ -1,7 +1,7 @@
-"""What stands for kernels of the target that CPU tensors do not get.
+"""Replacements for target kernels that CPU tensors do not get.
 
-The same bytes are saved and nearly the same made: attention without its dropout stands for flash attention with it,
-`native_dropout` (a mask of one byte per number) for the fused dropout, LayerNorm's kernel for RMSNorm's.
+They save the same bytes and allocate nearly the same: attention without its dropout replaces flash attention with it,
+`native_dropout` (a mask of one byte per number) the fused dropout, and LayerNorm's kernel RMSNorm's.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["MATH_ATTENTION", "STAND_INS", "as_autocast", "by_function", "policy_
 _attention, _dropout, _rms_norm = functional.scaled_dot_product_attention, functional.dropout, functional.rms_norm
 _aten = torch.ops.aten
 
-#: Runs where no fused kernel takes the arguments of attention.
+#: Runs if no fused kernel supports the arguments of attention.
 MATH_ATTENTION = "aten._safe_softmax"
 
-#: Functions that autocast for a GPU runs on 32-bit numbers, and that for the CPU does not: all that is common of
+#: Functions that GPU autocast runs in float32, and CPU autocast does not: the common ones of
 #: https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32.
 _FLOAT32_UNDER_AUTOCAST = frozenset(
     (
@@ -33,7 +33,7 @@ _FLOAT32_UNDER_AUTOCAST = frozenset(
     )
 )
 
-#: Which operator runs for one of the target.
+#: Operators of the target, and those that run instead.
 _STANDS_FOR = {
     "_scaled_dot_product_flash_attention": "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention": "_scaled_dot_product_flash_attention_for_cpu",
@@ -62,7 +62,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    """`rms_norm` as one kernel, which GPUs have where input and weight are of one dtype."""
+    """`rms_norm` as one kernel, which GPUs use if input and weight have the same dtype."""
     if weight is not None and weight.dtype != input.dtype:
         return _rms_norm(input, normalized_shape, weight, eps)
     return torch.layer_norm(input, normalized_shape, weight, None, 1e-5 if eps is None else eps)
@@ -77,15 +77,17 @@ STAND_INS: dict[str, Any] = {
 
 
 def by_function() -> dict[Any, Any]:
-    """Return them by the functions that programs call."""
+    """Return the replacements by the functions that programs call."""
     return {_attention: attention, _dropout: dropout, _rms_norm: rms_norm, torch.rms_norm: rms_norm}
 
 
 def as_autocast(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a function as autocast for a GPU would pass them on, where autocast is on."""
+    """Return the arguments of a function as GPU autocast would cast them, if autocast is on."""
     if not torch.is_autocast_enabled("cpu") or getattr(func, "__name__", "") not in _FLOAT32_UNDER_AUTOCAST:
         return args
-    return tuple(each.float() if isinstance(each, Tensor) and _is_half(each) else each for each in args)
+    return tuple(
+        argument.float() if isinstance(argument, Tensor) and _is_half(argument) else argument for argument in args
+    )
 
 
 def _is_half(tensor: Tensor) -> bool:
@@ -93,16 +95,18 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def policy_for_stand_ins(policy: Any) -> Any:
-    """Return a policy by operators for what stands for the operators of the target; any other one as it is."""
+    """Return a policy by operators that names the replacements instead of the target's operators; others unchanged."""
     if isinstance(policy, (list, tuple)):
-        return [*policy, *(found for each in policy if (found := _stand_in(each)) is not None)]
+        return [*policy, *(replacement for op_kept in policy if (replacement := _stand_in(op_kept)) is not None)]
     if isinstance(policy, PerOp):
-        more = {found: action for op, action in policy.actions.items() if (found := _stand_in(op)) is not None}
+        more = {
+            replacement: action for op, action in policy.actions.items() if (replacement := _stand_in(op)) is not None
+        }
         return PerOp({**more, **policy.actions}, policy.default)
     return policy
 
 
 def _stand_in(op: Any) -> Any:
     name = str(op).removeprefix("aten.").partition(".")[0]
-    found = _STANDS_FOR.get(name)
-    return None if found is None else getattr(_aten, found)
+    replacement = _STANDS_FOR.get(name)
+    return None if replacement is None else getattr(_aten, replacement)

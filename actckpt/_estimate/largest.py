@@ -1,4 +1,4 @@
-"""The largest size at which something fits, in few evaluations."""
+"""The largest size at which something fits, with few evaluations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 __all__ = ["largest_that_fits"]
 
-#: Where growth shows no end.
+#: Upper bound if growth shows no limit.
 _MOST = 1 << 30
-#: How many times larger a size may be than the largest that is known to fit.
+#: Maximum ratio of a size to the largest that is known to fit.
 _LARGEST_STEP = 1024
 
 #: A size, and its peak.
@@ -20,19 +20,19 @@ def largest_that_fits(peak: Callable[[int], int], limit: int, *, tolerance: floa
 
     Args:
         peak: grows with its argument.
-        tolerance: how much larger, as a share, the smallest may be that was found not to fit.
+        tolerance: accepted distance, as a share, to the smallest number known not to fit.
 
-    Cost: five evaluations where the peak is a straight line, else up to two for each halving of what is possible.
+    Cost: five evaluations if the peak is linear, else up to two per halving of the interval.
     """
-    found: dict[int, int] = {1: peak(1)}
-    if found[1] > limit:
+    peaks: dict[int, int] = {1: peak(1)}
+    if peaks[1] > limit:
         return 0
     size, gap, num_slow = 2, _MOST, 0
     while True:
-        found[size] = peak(size)
-        fitting = sorted((size, nbytes) for size, nbytes in found.items() if nbytes <= limit)
+        peaks[size] = peak(size)
+        fitting = sorted((size, nbytes) for size, nbytes in peaks.items() if nbytes <= limit)
         fits = fitting[-1]
-        fails = min(((size, nbytes) for size, nbytes in found.items() if nbytes > limit), default=None)
+        fails = min(((size, nbytes) for size, nbytes in peaks.items() if nbytes > limit), default=None)
         step = max(1, int(tolerance * fits[0]))
         if fits[0] == _MOST or (fails is not None and fails[0] - fits[0] <= step):
             return fits[0]
@@ -45,7 +45,7 @@ def largest_that_fits(peak: Callable[[int], int], limit: int, *, tolerance: floa
 
 
 def _along(one: _Point, other: _Point, limit: int, step: int, most: int) -> int:
-    """Return where a straight line through two points meets the limit, at least a step beyond the larger that fits."""
+    """Return where the line through two points meets the limit, at least a step beyond the larger one that fits."""
     fits = other if other[1] <= limit else one
     slope = (other[1] - one[1]) / (other[0] - one[0])
     guess = fits[0] + int((limit - fits[1]) / slope) if slope > 0 else most

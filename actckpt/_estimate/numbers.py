@@ -1,18 +1,15 @@
-"""Integers of a step whose numbers are known although its tensors have none: positions, masks, and what comes of them.
+"""Known numbers of integer tensors in a fake step: positions, masks, and values computed from them.
 
-NOTE [ Numbers ]
+Programs read integers to choose what runs: whether a mask masks anything, whether positions belong to one text. Fake
+tensors have no numbers. So such programs fail, or detect tracing and take another path, which may hold more.
 
-Programs look at integers to choose what runs: whether a mask masks anything, whether positions are those of one text.
-On the device they read them; tensors without bytes have none, so that such programs fail, or ask whether they are
-traced and take another path, which may hold more.
+Numbers are known of external integers and booleans, of factory results (`arange`, `ones`), and of values made only from
+known ones. The operators are recorded, and run when the numbers are read. Unknown are random numbers, uninitialised
+memory, results from floating-point numbers, and tensors that an operator writes into; values made from those before
+stay known. Large tensors and those with a long history are unknown, so that reading stays cheap.
 
-Rule 1. Known are integers and booleans that come from outside, those that factories make of no tensor (`arange`,
-        `ones`), and what operators make of known ones alone. How they are made is noted, and done where they are read.
-Rule 2. Unknown are random ones, memory that is not filled, what comes of floating-point numbers, and what an operator
-        writes into. What was made of it before stays known.
-Rule 3. What is large or took many operators is unknown, so that reading costs little.
-Rule 4. Libraries that ask whether a tensor is a fake, to know whether its numbers can be read, hear that it is none
-        where they can. Torch and other libraries ask nothing of the kind, or only whether a compiler runs.
+Some libraries ask whether a tensor is a fake to decide whether its numbers can be read. The answer is no if they can.
+torch and other libraries do not ask this, or only whether a compiler is running.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ from actckpt._core.storages import storages_of, tensors_in
 __all__ = ["Numbers", "questions"]
 
 _aten = torch.ops.aten
-#: Of one tensor, in numbers; of operators after another.
+#: Maximum elements of one tensor; maximum number of operators in a row.
 _MOST_NUMBERS, _MOST_STEPS = 1 << 20, 200
-#: They return what is not in their result: numbers.
+#: Their result is a Python number.
 _READS = frozenset({_aten._local_scalar_dense, _aten.equal})
 _NOT_FILLED = frozenset(
     {
@@ -44,12 +41,12 @@ _NOT_FILLED = frozenset(
         *(_aten.new_empty, _aten.new_empty_strided),
     }
 )
-#: Modules of libraries, and their function that says whether a tensor is a fake.
+#: Library modules, and their function that returns whether a tensor is a fake.
 _QUESTIONS = (("transformers.utils.import_utils", "is_fake_tensor"),)
 
 
 class _Made:
-    """How a tensor was made: one result of an operator, or a tensor from outside."""
+    """How a tensor was made: one result of an operator, or an external tensor."""
 
     __slots__ = ("args", "at", "func", "kwargs", "steps")
 
@@ -58,7 +55,7 @@ class _Made:
 
 
 class Numbers(ObservingMode):
-    """Remembers how integers are made inside of the `with` block, and reads them: NOTE [ Numbers ]."""
+    """Records how integers are made inside of the `with` block, and computes their numbers."""
 
     supports_higher_order_operators = True
 
@@ -67,7 +64,7 @@ class Numbers(ObservingMode):
         self._known: Any = WeakTensorKeyDictionary()
 
     def note_outside(self, fake: Tensor, tensor: Tensor) -> None:
-        """Note for which tensor from outside a fake stands."""
+        """Record which external tensor a fake stands for."""
         if _may_be_known(fake) and not tensor.is_meta:
             self._known[fake] = _Made(None, tensor, None, None, 0)
 
@@ -78,15 +75,15 @@ class Numbers(ObservingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = getattr(func, "overloadpacket", None)
-        if packet is None:  # of a higher order
+        if packet is None:  # a higher-order operator
             return func(*args, **kwargs)
-        given = list(tensors_in((args, tuple(kwargs.values()))))
-        if packet in _READS and all(map(self.knows, given)):
+        inputs = list(tensors_in((args, tuple(kwargs.values()))))
+        if packet in _READS and all(map(self.knows, inputs)):
             return _done(self._how(func, args, kwargs, None), {})
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._forget(given)
-        elif all(map(self.knows, given)):
+            self._forget(inputs)
+        elif all(map(self.knows, inputs)):
             self._note(packet, func, args, kwargs, result)
         return result
 
@@ -101,14 +98,14 @@ class Numbers(ObservingMode):
                     self._known[tensor] = how
 
     def _how(self, func: Any, args: Any, kwargs: Any, at: int | None) -> _Made:
-        given = {name: each for name, each in kwargs.items() if name != "pin_memory"}
-        args, given = tree_map_only(Tensor, self._source, (args, given))
-        steps = [each.steps for each in _sources((args, tuple(given.values())))]
-        return _Made(func, args, given, at, 1 + max(steps, default=0))
+        keywords = {name: item for name, item in kwargs.items() if name != "pin_memory"}
+        args, keywords = tree_map_only(Tensor, self._source, (args, keywords))
+        steps = [item.steps for item in _sources((args, tuple(keywords.values())))]
+        return _Made(func, args, keywords, at, 1 + max(steps, default=0))
 
     def _source(self, tensor: Tensor) -> _Made:
-        found: _Made | None = self._known.get(tensor)
-        return _Made(None, tensor, None, None, 0) if found is None else found
+        source: _Made | None = self._known.get(tensor)
+        return _Made(None, tensor, None, None, 0) if source is None else source
 
     def _forget(self, written: list[Tensor]) -> None:
         storages = set(map(id, storages_of(written)))
@@ -130,23 +127,23 @@ def _may_be_known(tensor: Tensor) -> bool:
 def _sources(value: Any) -> list[_Made]:
     if isinstance(value, _Made):
         return [value]
-    return [found for each in value for found in _sources(each)] if isinstance(value, (tuple, list)) else []
+    return [source for item in value for source in _sources(item)] if isinstance(value, (tuple, list)) else []
 
 
 def _done(made: _Made, done: dict[_Made, Any]) -> Any:
-    """Return a result with its numbers. No mode sees it being made."""
+    """Return a result with its numbers, computed below all modes."""
     if made not in done:
         if made.func is None:
             done[made] = torch_private.below_modes(made.args.cpu)
         else:
-            args, kwargs = tree_map_only(_Made, lambda each: _done(each, done), (made.args, made.kwargs))
+            args, kwargs = tree_map_only(_Made, lambda source: _done(source, done), (made.args, made.kwargs))
             result = torch_private.below_modes(made.func, *args, **kwargs)
             done[made] = result if made.at is None else result[made.at]
     return done[made]
 
 
 def questions(numbers: Numbers) -> list[tuple[Any, str, Callable[[Any], bool]]]:
-    """Return modules that ask whether a tensor is a fake, the name of their function, and what answers in its place."""
+    """Return modules that ask whether a tensor is a fake, their function's name, and its replacement."""
 
     def is_fake(value: object) -> bool:
         return isinstance(value, Tensor) and _is_fake(value) and not numbers.knows(value)

@@ -1,14 +1,13 @@
-"""The time that a device would take for the operators of a step.
+"""The time that a device would need for the operators of a step.
 
-NOTE [ Roofline ]
+A kernel takes the longer of two times: its floating-point operations at the target's rate for the dtype, and the bytes
+that it reads and writes at the target's memory bandwidth. It reaches the share of both peaks that large kernels reached
+on an H200 (`_REACHED`); the rates of a CPU are used as they are. Launch costs are not included: small kernels take
+longer.
 
-Rule 1. A kernel takes the longer of two times: its floating-point operations at the target's rate for the type of its
-        numbers, and the bytes that it reads and writes at the bandwidth of the target's memory. Of either peak it has
-        the share that large kernels reached on an H200 (`_REACHED`); those of the CPU are taken as they are. Nothing is
-        said of what starting a kernel costs: small ones take longer.
-Rule 2. Floating-point operations are those of products, convolutions and attention, by the formulas of
-        `torch.utils.flop_counter`; attention with a causal mask has half of them. Other operators count their bytes.
-Rule 3. Operators that return views move nothing. Lookups read as much of their first argument as they return.
+Floating-point operations are those of matrix products, convolutions and attention, by the formulas of
+`torch.utils.flop_counter`; causal attention has half of them. Other operators count their bytes. Views move nothing.
+Lookups read as much of their first argument as they return.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ __all__ = ["Clock"]
 
 _aten = torch.ops.aten
 
-#: Operators without a formula, and those whose formula they have.
+#: Operators without a formula, and those with the same one.
 _SAME_FORMULA = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
 }
-#: Which argument of attention says whether its mask is causal: that of the forward, that of the backward.
+#: The position of the causal flag among the arguments of attention: forward, backward.
 _CAUSAL_AT = {
     _aten._scaled_dot_product_flash_attention_for_cpu: 4,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: 7,
 }
-#: They read of their first argument what they return.
+#: They read as much of their first argument as they return.
 _LOOKUPS = frozenset({_aten.embedding, _aten.gather, _aten.index, _aten.index_select})
 #: They overwrite their first argument without reading it.
 _FILLS = frozenset({_aten.copy_, _aten.fill_, _aten.zero_, _aten.bernoulli_, _aten.normal_, _aten.uniform_})
-#: They make memory, or exchange it, and write nothing.
+#: They allocate or exchange memory, and write nothing.
 _EMPTY = frozenset(
     {_aten.set_, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 )
@@ -51,7 +50,7 @@ _QUERIES = "prim"
 
 
 class _Shares(NamedTuple):
-    """What kernels reach of the peaks of a data sheet."""
+    """The shares of data sheet peaks that kernels reach."""
 
     products: float
     attention: float
@@ -59,15 +58,15 @@ class _Shares(NamedTuple):
     bytes: float
 
 
-#: By the times of all kernels of a step of eight blocks of a Llama (width 4096, 8192 tokens, bfloat16) on an H200, with
-#: torch 2.11: cuBLAS at 760e12 operations per second, cuDNN's attention at 585e12 forward and 449e12 backward, all
-#: others at 2.9e12 bytes per second. An H100 takes for that step what these say within 3 % (docs/estimate.md).
+#: From the times of all kernels of a step of eight blocks of a Llama (width 4096, 8192 tokens, bfloat16) on an H200
+#: with torch 2.11: cuBLAS at 760e12 operations per second, cuDNN's attention at 585e12 forward and 449e12 backward, all
+#: others at 2.9e12 bytes per second. An H100's time for that step is predicted within 3 % (docs/estimate.md).
 _REACHED = _Shares(products=0.77, attention=0.59, attention_backward=0.45, bytes=0.60)
 _PEAK = _Shares(1.0, 1.0, 1.0, 1.0)
 
 
 class Clock(ObservingMode):
-    """Adds up the seconds of the operators that run inside the `with` block, also in backward and recomputation."""
+    """Adds up the seconds of the operators inside the `with` block, including backward and recomputation."""
 
     supports_higher_order_operators = True
 
@@ -75,7 +74,7 @@ class Clock(ObservingMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._target = target
         self._shares = _PEAK if target.is_cpu else _REACHED
-        #: Of 32-bit numbers. Where TF32 is allowed, devices run products of them at half of the 16-bit rate.
+        #: For float32. If TF32 is allowed, devices run its matrix products at half of the 16-bit rate.
         self._float32_flops_per_s = target.float32_flops_per_s
         if not target.is_cpu and torch_settings.get_precision("cuda", "matmul") == "tf32":
             self._float32_flops_per_s = target.flops_per_s / 2
@@ -85,12 +84,12 @@ class Clock(ObservingMode):
         #: Seconds in which the program waited for the link.
         self.stall_seconds = 0.0
         self.flops = 0
-        #: By the name of the operator, how often it ran.
+        #: Number of calls by operator name.
         self.calls: dict[str, int] = {}
 
     @property
     def seconds(self) -> float:
-        """Where the program is."""
+        """The current time of the program."""
         return self.busy_seconds + self.stall_seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -102,16 +101,16 @@ class Clock(ObservingMode):
     def _note(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         packet = func.overloadpacket
         self.calls[str(packet)] = self.calls.get(str(packet), 0) + 1
-        given, made = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(result))
-        if packet in _EMPTY or _is_view(func, given, made):
+        inputs, made = list(tensors_in((args, tuple(kwargs.values())))), list(tensors_in(result))
+        if packet in _EMPTY or _is_view(func, inputs, made):
             return
         flops = self._flops(packet, args, kwargs, result)
-        dtype = next((tensor.dtype for tensor in (*made, *given) if tensor.is_floating_point()), torch.float32)
+        dtype = next((tensor.dtype for tensor in (*made, *inputs) if tensor.is_floating_point()), torch.float32)
         rate = self._target.flops_per_s if dtype.itemsize <= 2 else self._float32_flops_per_s
         rate *= self._share(str(packet))
         # `_foreach_` ones return nothing.
         written = made or list(tensors_in(args[:1] if func._schema.is_mutable else ()))
-        moved = _moved_bytes(packet, given, written)
+        moved = _moved_bytes(packet, inputs, written)
         self.flops += flops
         self.busy_seconds += max(flops / rate, moved / (self._target.memory_bytes_per_s * self._shares.bytes))
 
@@ -125,8 +124,8 @@ class Clock(ObservingMode):
         if formula is None:
             return 0
         at = _CAUSAL_AT.get(packet)
-        given = args if at is None else _with_all_heads(args, query_at=int("backward" in str(packet)))
-        flops = int(formula(*given, **kwargs, out_val=result))
+        arguments = args if at is None else _with_all_heads(args, query_at=int("backward" in str(packet)))
+        flops = int(formula(*arguments, **kwargs, out_val=result))
         return flops // 2 if at is not None and len(args) > at and args[at] else flops
 
     def wait_until(self, seconds: float) -> None:
@@ -135,33 +134,33 @@ class Clock(ObservingMode):
 
 
 def _with_all_heads(args: Any, query_at: int) -> list[Any]:
-    """Return the arguments of attention with shapes of keys and values that have the heads of the queries.
+    """Return the arguments of attention with keys and values expanded to the heads of the queries.
 
-    Each group of queries works with its own keys; formulas of older versions of torch refuse fewer heads (2.9).
+    Grouped-query attention has fewer key heads; formulas of older versions of torch reject those (2.9).
     """
-    given = list(args)
-    num_heads = given[query_at].shape[1]
+    expanded = list(args)
+    num_heads = expanded[query_at].shape[1]
     for at in (query_at + 1, query_at + 2):
-        batch, _, *rest = given[at].shape
-        given[at] = torch.Size([batch, num_heads, *rest])
-    return given
+        batch, _, *rest = expanded[at].shape
+        expanded[at] = torch.Size([batch, num_heads, *rest])
+    return expanded
 
 
-def _is_view(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+def _is_view(func: Any, inputs: list[Tensor], made: list[Tensor]) -> bool:
     if func._schema.is_mutable:
         return False
-    known = {id(tensor.untyped_storage()) for tensor in given}
+    known = {id(tensor.untyped_storage()) for tensor in inputs}
     return bool(made) and all(id(tensor.untyped_storage()) in known for tensor in made)
 
 
-def _moved_bytes(packet: Any, given: list[Tensor], written: list[Tensor]) -> int:
+def _moved_bytes(packet: Any, inputs: list[Tensor], written: list[Tensor]) -> int:
     nbytes = sum(map(_nbytes, written))
     if packet in _LOOKUPS:
-        return 2 * nbytes + sum(map(_nbytes, given[1:]))
-    return nbytes + sum(map(_nbytes, given[packet in _FILLS :]))
+        return 2 * nbytes + sum(map(_nbytes, inputs[1:]))
+    return nbytes + sum(map(_nbytes, inputs[packet in _FILLS :]))
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes behind a tensor; of an expanded one, those that there are."""
+    """Return the bytes behind a tensor; for an expanded one, those that it stores."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0)
     return tensor.dtype.itemsize * math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Devices that a step is estimated for: what they compute and move per second, and how much memory they have."""
+"""Devices to estimate steps for: their compute rates, bandwidths and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from actckpt._text.suggestions import did_you_mean
 
 __all__ = ["Target", "named_target"]
 
-#: Where nothing else is said: PCIe 5.0 and 4.0, sixteen lanes, one way.
+#: Defaults: PCIe 5.0 and 4.0, sixteen lanes, one direction.
 _PCIE5, _PCIE4 = 64e9, 32e9
 
 
@@ -19,11 +19,11 @@ class Target:
 
     Attributes:
         name: for tables.
-        flops_per_s: of dense products of 16-bit numbers.
-        float32_flops_per_s: of products and sums of 32-bit numbers (and of 64-bit ones).
-        memory_bytes_per_s: bandwidth of its memory.
-        link_bytes_per_s: bandwidth to the memory of the host, one way.
-        memory_bytes: how much memory its driver reports.
+        flops_per_s: dense 16-bit matrix products.
+        float32_flops_per_s: 32-bit (and 64-bit) products and sums.
+        memory_bytes_per_s: memory bandwidth.
+        link_bytes_per_s: bandwidth to host memory, one direction.
+        memory_bytes: memory size that its driver reports.
 
     Raises:
         ValueError: a rate is not a finite number above 0.
@@ -61,7 +61,7 @@ class Target:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether operators run with the kernels of the CPU, so that none stands in for another."""
+        """Whether operators run with CPU kernels, so that no replacement is needed."""
         return self.name == "cpu"
 
 
@@ -69,7 +69,8 @@ _GIB = 2**30
 
 #: Dense products, without sparsity, from the vendors' data sheets of the H100 SXM5, H200 SXM, A100 SXM4, B200 (an
 #: eighth of an HGX B200), Instinct MI300X, L40S and GeForce RTX 4090 (Ada architecture white paper: 32-bit sums).
-#: Memory of the H100, H200 and A100 is what cards report in total; of the others what data sheets say. The CPU is no
+#: Memory of the H100, H200 and A100 is the total that cards report; that of the others is from data sheets. The CPU is
+#: not a
 #: product: figures of that order.
 _TARGETS = {
     target.name: target
@@ -87,10 +88,10 @@ _TARGETS = {
 
 
 def named_target(name: str) -> Target:
-    """Return the target of a name.
+    """Return the target with a name.
 
     Raises:
-        ValueError: there is none; names the nearest, and all.
+        ValueError: there is none; lists the nearest, and all.
     """
     target = _TARGETS.get(name.strip().lower()) if isinstance(name, str) else None
     if target is None:

@@ -1,1 +1,1 @@
-"""The offload engine: where offloaded bytes live and how they travel."""
+"""Offloading: stores for saved tensors, and the copies to and from them."""

@@ -1,4 +1,4 @@
-"""What the stores of this process have counted, also those that new settings replaced."""
+"""Counters of all stores of this process, including those replaced by new settings."""
 
 import itertools
 import threading
@@ -14,12 +14,12 @@ Engine = _C.HostEngine | _C.DeviceEngine
 
 _lock = threading.RLock()  # the garbage collector may end a store at any time, also while this thread sums up
 _keys = itertools.count()
-#: Engines, and what those counted that are gone.
+#: Engines, or the final counters of engines that are gone.
 _counts: "dict[int, Engine | dict[str, float]]" = {}
 
 
 def note(store: object, engine: Engine) -> None:
-    """Count what `engine` does from now on; `store` is its only user."""
+    """Include the counters of `engine` from now on; `store` is its only user."""
     with _lock:
         key = next(_keys)
         _counts[key] = engine
@@ -35,22 +35,22 @@ def _retire(key: int) -> None:
 
 
 def sums() -> "Counter[str]":
-    """Return sums by the names of `actckpt.Stats`."""
+    """Return sums by the field names of `actckpt.Stats`."""
     with _lock:
         total: Counter[str] = Counter()
-        for found in list(_counts.values()):
-            total.update(found if isinstance(found, dict) else _sums_of(found.stats()))
+        for counts in list(_counts.values()):
+            total.update(counts if isinstance(counts, dict) else _sums_of(counts.stats()))
         return total
 
 
 def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
-    found = {
+    sums = {
         "prefetched_reloads": stats.num_prefetched,
         "late_reloads": stats.num_late,
         "stall_seconds": stats.stall_seconds,
         "failed_writes": stats.num_failed_writes,
     }
-    if isinstance(stats, _C.HostStats):  # what is not written stays: the put itself always succeeds
+    if isinstance(stats, _C.HostStats):  # a failed write keeps the bytes: the put itself always succeeds
         kept = {
             "kept_full": stats.num_full_writes,
             "kept_failed": stats.num_failed_writes - stats.num_full_writes,
@@ -63,4 +63,4 @@ def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
             "kept_busy": stats.num_kept_busy + stats.num_kept_behind,
             "kept_capturing": stats.num_kept_capturing,
         }
-    return found | kept
+    return sums | kept

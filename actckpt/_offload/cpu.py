@@ -1,4 +1,4 @@
-"""The store of CPU tensors: a spill file, which worker threads write and read."""
+"""The store of CPU tensors: a spill file that worker threads write and read."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ from actckpt._offload.spill import spill_file
 __all__ = ["CpuStore"]
 
 _UNLIMITED = (1 << 64) - 1
-#: glibc keeps freed blocks below its mmap threshold, which it raises by itself up to 32 MiB.
+#: glibc caches freed blocks below its mmap threshold, which it raises on its own up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
 
 
 class CpuStore(_C.CpuStore):
-    """A store for CPU tensors: an engine and one of its tiers, where all bytes go. See csrc/bind/cpu_store.h."""
+    """A store for CPU tensors: an engine and one of its tiers. See csrc/bind/cpu_store.h."""
 
     def __init__(self, engine: _C.HostEngine, tier: _C.ByteStore) -> None:
         super().__init__(engine, tier)
@@ -36,20 +36,20 @@ class CpuStore(_C.CpuStore):
         """Spill to an unlinked file in `folder`.
 
         Args:
-            limit_bytes: most bytes of live tickets in the file; what is above stays in memory.
+            limit_bytes: maximum bytes of live tickets in the file; the rest stays in memory.
             engine: see `on_file`.
         Raises:
-            SpillWriteError: no file can be made in `folder`.
+            SpillWriteError: no file can be created in `folder`.
         """
         return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **engine)
 
     @classmethod
     def on_file(cls, file: _C.SpillFile, *, window_bytes: int | None = 256 << 20, num_workers: int = 2) -> "CpuStore":
-        """Spill to a file that others may share.
+        """Spill to a file that other stores may share.
 
         Args:
-            window_bytes: most bytes waiting to be written; `put` waits (and helps) above it. None: follows the sizes
-                of what is stored, and `stats().window_bytes` tells.
+            window_bytes: maximum bytes waiting to be written; above it `put` waits (and helps). None: follows the sizes
+                of the stored tensors; `stats().window_bytes` has the current value.
             num_workers: threads that copy; with 0 callers run every copy.
         """
         engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
@@ -59,31 +59,31 @@ class CpuStore(_C.CpuStore):
     def in_memory(
         cls, *, limit_bytes: int = _UNLIMITED, window_bytes: int | None = 256 << 20, num_workers: int = 2
     ) -> "CpuStore":
-        """Copy to a host memory pool: saves nothing for CPU tensors, shows everything to tests."""
+        """Copy to a host memory pool. This saves nothing for CPU tensors; it is for tests."""
         engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
         return cls(engine, _C.ByteStore.in_pool(_C.Pool(limit_bytes=limit_bytes)))
 
     @property
     def window_bytes(self) -> int:
-        """How many bytes may be on their way at once, as things stand."""
+        """The current maximum of in-flight bytes."""
         return self.stats().window_bytes
 
     def make_room(self, device: torch.device) -> None:
-        """Wait until no more bytes are to be written than the window has."""
+        """Wait until no more bytes wait to be written than the window allows."""
         self.engine.make_room()
 
     def limit_window(self, nbytes: int | None) -> None:
-        """Have no more bytes waiting to be written from now on; None: as many as the settings say."""
+        """Limit the bytes waiting to be written from now on; None: the limit of the settings."""
         self.engine.limit_window(nbytes)
 
     def poll(self) -> None:
-        """Release the sources whose copy has ended. Every other call does so too."""
+        """Release the sources of finished copies. Every other call does so too."""
         self.engine.poll()
 
     def flush(self) -> None:
-        """Wait until no copy to the store is queued or running."""
+        """Wait until no write is queued or running."""
         self.engine.flush()
 
     def stats(self) -> _C.HostStats:
-        """Counters since the store was made."""
+        """Counters since the store was created."""
         return self.engine.stats()

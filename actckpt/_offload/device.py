@@ -1,8 +1,7 @@
 """The store of device tensors: pinned host memory, and disk below it.
 
-Copies go to pinned host memory on side streams; where that is full, to disk if `configure(spill_dir=...)` named a
-folder; where nothing has room, the tensor stays. The rules of streams and events are in
-csrc/engine/protocol/README.md.
+Copies go to pinned host memory on side streams. If that is full, they go to disk if `configure(spill_dir=...)` names a
+folder. If nothing has room, the tensor stays. csrc/engine/protocol/README.md has the rules of streams and events.
 """
 
 import functools
@@ -23,7 +22,7 @@ _here = threading.local()
 
 
 def no_backend(device_type: str) -> str:
-    """Return why the engine cannot move tensors of such devices, and what to do instead; empty where it can."""
+    """Return why the engine cannot move tensors of such devices, and what to do instead; empty if it can."""
     accelerator = devices.accelerator_of(device_type)
     library = None if accelerator is None else accelerator.driver_library
     why = "it has no backend for them" if library is None else _C.why_no_driver(library)
@@ -39,7 +38,7 @@ class DeviceStore:
     def __init__(self, engine: _C.DeviceEngine, accelerator: Accelerator, host_bytes: int | None = None) -> None:
         self.engine = engine
         self.accelerator = accelerator
-        #: Most bytes of pinned memory that it takes for tensors; None: not limited here.
+        #: Maximum bytes of pinned memory for tensors; None: not limited here.
         self.host_bytes = host_bytes
         self._num_failed = 0
         counts.note(self, engine)
@@ -66,21 +65,21 @@ class DeviceStore:
 
     @property
     def window_bytes(self) -> int:
-        """How many bytes may be on their way at once, as things stand."""
+        """The current maximum of in-flight bytes."""
         return self.engine.stats().window_bytes
 
     def poll(self) -> None:
-        """Release the sources whose copy has ended. Every other call does so too."""
+        """Release the sources of finished copies. Every other call does so too."""
         self.engine.poll()
 
     @untraced
     def make_room(self, device: torch.device) -> None:
-        """Let the current stream of a device wait for copies out beyond the window."""
+        """Make the device's current stream wait for copies out beyond the window."""
         assert device.index is not None
         self.engine.make_room(device.index, self.accelerator.stream_handle(device))
 
     def limit_window(self, nbytes: int | None) -> None:
-        """Have no more bytes in flight from now on; None: as many as the settings say."""
+        """Limit the in-flight bytes from now on; None: the limit of the settings."""
         self.engine.limit_window(nbytes)
 
     @untraced
@@ -98,27 +97,27 @@ class DeviceStore:
 
     def _tell_of_disk(self) -> None:
         notices.tell_of_disk()
-        found = self.engine.stats()
-        if found.num_failed_writes != self._num_failed:
-            self._num_failed = found.num_failed_writes
-            notices.tell_of_failed_writes(found.num_failed_writes, found.num_full_writes, found.spill_error)
+        stats = self.engine.stats()
+        if stats.num_failed_writes != self._num_failed:
+            self._num_failed = stats.num_failed_writes
+            notices.tell_of_failed_writes(stats.num_failed_writes, stats.num_full_writes, stats.spill_error)
 
     @untraced
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:
         assert device.index is not None
         stream = self.accelerator.stream_handle(device)
-        if not ticket.use(device.index, stream):  # without us the graph would hold it as long as that stream works
+        if not ticket.use(device.index, stream):  # otherwise the graph would hold it as long as that stream works
             record_streams(self.accelerator, _C.Bytes(storage, 0), [(device.index, stream)])
 
     @untraced
     def fetch(self, ticket: _C.DeviceTicket, nbytes: int, device: torch.device) -> _C.Bytes:
         stream = self.accelerator.stream_handle(device)
-        found = ticket.get(device.index, stream)
-        while found is None:  # another thread may unload between load and get
+        loaded = ticket.get(device.index, stream)
+        while loaded is None:  # another thread may unload between load and get
             buffer = _buffer(nbytes, device)
             ticket.load(device.index, stream, buffer.storage.data_ptr(), buffer, urgent=True)
-            found = ticket.get(device.index, stream)
-        result, record = found
+            loaded = ticket.get(device.index, stream)
+        result, record = loaded
         assert isinstance(result, _C.Bytes)
         if record:
             record_streams(self.accelerator, result, [(device.index, stream)])
@@ -134,7 +133,7 @@ class DeviceStore:
 
 
 def _buffer(nbytes: int, device: torch.device) -> _C.Bytes:
-    """Return memory of a device for bytes that come back."""
+    """Return device memory for bytes that are loaded."""
     _here.is_bringing_back = True
     try:
         return _C.allocate_bytes(nbytes, device)
@@ -143,13 +142,13 @@ def _buffer(nbytes: int, device: torch.device) -> _C.Bytes:
 
 
 def is_bringing_back() -> bool:
-    """Return whether what this thread allocates on a device now is for bytes that come back."""
+    """Return whether this thread currently allocates device memory for loaded bytes."""
     return getattr(_here, "is_bringing_back", False)
 
 
 @untraced
 def record_streams(accelerator: Accelerator, source: object, uses: list[tuple[int, int]]) -> None:
-    """Tell the allocator which streams, of (device, handle), use the memory of bytes that the engine hands back."""
+    """Tell the allocator which streams, as (device, handle), use the memory of bytes that the engine returns."""
     assert isinstance(source, _C.Bytes)
     tensor = torch.empty(0, dtype=torch.uint8, device=source.storage.device).set_(source.storage)
     for index, handle in uses:

@@ -1,4 +1,4 @@
-"""How much host memory this process may pin: pages are charged to the cgroup, and overrun is a kill."""
+"""How much host memory this process may pin: pages are charged to the cgroup, and an overrun kills the process."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ _PAGE_BYTES = 4096
 
 
 def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
-    """Return half of what the machine and this process's cgroups leave, per local rank, in bytes.
+    """Return half of what the machine and this process's cgroups have free, per local rank, in bytes.
 
     Args:
-        root: where `proc` and `sys` are found; tests pass their own.
-        environ: where LOCAL_WORLD_SIZE is looked up; the process's environment by default.
+        root: parent of `proc` and `sys`; for tests.
+        environ: where LOCAL_WORLD_SIZE is looked up; defaults to the process's environment.
     """
     return available_host_bytes(root, environ) // 2
 
 
 def bounce_sizes(host_limit: int) -> tuple[int, int]:
-    """Return how many pinned bytes are bounce buffers, half per direction, and the bytes of one buffer.
+    """Return the pinned bytes for bounce buffers, half per direction, and the bytes of one buffer.
 
-    A quarter of `host_limit`, at most 64 MiB; four buffers or more per direction, of at most 4 MiB. Zero where that
-    leaves no pages for buffers (below 32 KiB): then nothing passes to disk.
+    A quarter of `host_limit`, at most 64 MiB; at least four buffers per direction, of at most 4 MiB. Zero if that
+    leaves no pages for buffers (below 32 KiB): then nothing goes to disk.
     """
     buffer = min(host_limit // 4 // 8, _MAX_BUFFER_BYTES) // _PAGE_BYTES * _PAGE_BYTES
-    if buffer == 0:  # too little for four of a page each
+    if buffer == 0:  # too little for four buffers of one page
         return (2 * _PAGE_BYTES if host_limit >= 8 * _PAGE_BYTES else 0), _PAGE_BYTES
     return min(host_limit // 4, _MAX_BOUNCE_BYTES) // (2 * buffer) * 2 * buffer, buffer
 
 
 def available_host_bytes(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
-    """Return what the machine and this process's cgroups leave, per local rank, in bytes."""
+    """Return what the machine and this process's cgroups have free, per local rank, in bytes."""
     headrooms = [limit - used for limit, used in _cgroup_limits(root)]
     return max(min([_meminfo_bytes(root, "MemAvailable"), *headrooms]), 0) // _num_ranks(environ)
 
 
 def total_host_bytes(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
-    """Return what the machine or this process's cgroups have, whichever is less, per local rank, in bytes."""
+    """Return the memory of the machine or of this process's cgroups, whichever is less, per local rank, in bytes."""
     return min([_meminfo_bytes(root, "MemTotal"), *(limit for limit, _ in _cgroup_limits(root))]) // _num_ranks(environ)
 
 
@@ -57,7 +57,7 @@ def _meminfo_bytes(root: Path, name: str) -> int:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of this process's cgroup and of each of its parents, v1 and v2."""
+    """Yield limit and usage of this process's cgroup and of its parents, v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -80,5 +80,5 @@ def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
                 break
             try:
                 yield int((folder / limit).read_text()), int((folder / used).read_text())
-            except (OSError, ValueError):  # no such group here, or "max"
+            except (OSError, ValueError):  # no such group, or "max"
                 continue

@@ -1,4 +1,4 @@
-"""What goes wrong in a store, but loses nothing: logged once per process and reason, so that no step fills the log."""
+"""Store failures that lose nothing: logged once per process and reason, so that steps do not fill the log."""
 
 import logging
 import threading
@@ -38,27 +38,27 @@ def tell_of_memory_folder(folder: str) -> None:
     )
 
 
-def tell_of_threads(found: _C.HostStats, num_asked: int) -> None:
-    """Tell if copies have fewer threads than they should."""
-    if found.num_workers < num_asked:
+def tell_of_threads(stats: _C.HostStats, num_asked: int) -> None:
+    """Log if the system granted fewer copy threads than requested."""
+    if stats.num_workers < num_asked:
         _warn_once(
             "threads",
             "Only %d of %d threads to copy to the spill file could be made: %s. %s Raise the limit of threads (ulimit "
             "-u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with configure(num_workers=...).",
-            found.num_workers,
+            stats.num_workers,
             num_asked,
-            found.last_error,
-            "They copy all." if found.num_workers else "Callers copy, once max_inflight bytes wait.",
+            stats.last_error,
+            "They copy all." if stats.num_workers else "Callers copy, once max_inflight bytes wait.",
         )
 
 
-def tell_of_writes(found: _C.HostStats) -> None:
-    """Tell of writes of CPU tensors that failed; those whose source was freed are no fault of the disk."""
-    tell_of_failed_writes(found.num_failed_writes - found.num_gone_sources, found.num_full_writes, found.last_error)
+def tell_of_writes(stats: _C.HostStats) -> None:
+    """Log failed writes of CPU tensors, except those whose source was freed."""
+    tell_of_failed_writes(stats.num_failed_writes - stats.num_gone_sources, stats.num_full_writes, stats.last_error)
 
 
 def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
-    """Tell of failed writes, each kind once: a disk that is full, and one that is broken."""
+    """Log failed writes, each kind once: a full disk, and a broken one."""
     kept = "what could not be written stays in memory; nothing is lost. Shown once; actckpt.stats() counts it."
     if num_full:
         _warn_once("disk full", "The spill file is full: %s %s", kept, error)
@@ -67,7 +67,7 @@ def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
 
 
 def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
-    """Tell why a device tensor stays, unless that is as it should be."""
+    """Log why a device tensor stays, unless that is expected."""
     if why == _C.Kept.FULL:
         pool = engine.pool_stats()
         _warn_once(
@@ -88,7 +88,7 @@ def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
 
 
 def tell_no_store(device_type: str, why: str) -> None:
-    """Tell why what prefers to be moved stays."""
+    """Log why a value that prefers to be offloaded stays."""
     _warn_once(f"no store: {device_type}", "What prefers to be offloaded stays: %s", why)
 
 

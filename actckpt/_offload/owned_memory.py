@@ -1,4 +1,4 @@
-"""Which memory somebody else keeps anyway: that of parameters and buffers (Rule 1 of NOTE [ Offload ])."""
+"""Memory that is kept anyway: that of parameters and buffers (NOTE [ Offload ], Rule 1)."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,18 +15,18 @@ __all__ = ["is_owned", "keep_in_place"]
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Whether a leaf is a buffer or parameter of a module whose forward runs, or a view of one."""
+    """Whether a leaf is a buffer or parameter, or a view of one, of a module whose forward is running."""
     address = tensor.untyped_storage().data_ptr()
     storages = (_C.reachable_storage(owned) for module in modules_on_stack() for owned in _own(module))
     return any(storage is not None and storage.data_ptr() == address for storage in storages)
 
 
 def keep_in_place(function: Callable[..., Any]) -> None:
-    """Never move the parameters and buffers of what a region calls.
+    """Never offload the parameters and buffers of a region's function.
 
     Args:
-        function: a module or a method of one, all of which is meant; of another function those modules that
-            its closure holds, without the modules in them: that may be a whole model, at every call.
+        function: a module or its method: the whole module counts. For another function, the modules in its closure
+            count, without their submodules: that might be a whole model, at every call.
     """
     if isinstance(function, partial):
         return keep_in_place(function.func)
@@ -43,7 +43,7 @@ def keep_in_place(function: Callable[..., Any]) -> None:
 
 
 def _own(module: torch.nn.Module) -> Iterator[Tensor]:
-    """Yield what a module itself owns."""
+    """Yield a module's own parameters and buffers."""
     for owned in (*module._parameters.values(), *module._buffers.values()):
         if owned is not None and owned.layout is torch.strided:
             yield owned

@@ -1,19 +1,21 @@
-"""In which order backward reads what was moved, and what is read ahead of it.
+"""The order in which backward reads offloaded tensors, and which of them are prefetched.
 
 NOTE [ Reading ahead ]
 
-Rule 1. The order is that of the last backward of a session that moved the same sizes, else the reverse order
-        of moving. Where a session has nothing left, the session before it follows.
-Rule 2. What is read ahead and not yet asked for stays within a window of bytes, one for the process.
-Rule 3. What a backward read ahead in vain is released when it ends, also when it fails (csrc/core/task_end.h), or when
-        room must be made (NOTE [ Pressure ]). Then it is read when it is asked for.
-Rule 4. An order is learnt when the last span is read: the spans may be gone before the backward has ended.
-Rule 5. Within the windows of a plan (NOTE [ Windows of a plan ]), what the block moved itself that backward has come to
-        has room of its own. Nothing else is read into that, also once it was asked for: it is there while operators
-        read it, and their workspaces and results may take its place.
-Rule 6. What backward does not need (originals of audits) is never read ahead, nor does it come in between.
+The expected order is that of the last backward of a session that offloaded the same sizes, else the reverse order of
+offloading. When nothing is left in a session, the session before it follows. An order is recorded when the last span is
+read: the spans may be gone before the backward ends.
 
-All but the setting is in csrc/offload: reading.h, orders.h.
+Prefetched bytes that were not unpacked yet stay within a window, one for the process. What a backward prefetched
+without using it is released when the backward ends or fails (csrc/core/task_end.h), or under memory pressure
+(NOTE [ Pressure ]). Then it is read when it is needed. Tensors that backward does not need (originals of audits) are
+never prefetched.
+
+Under the windows of a plan (NOTE [ Windows of a plan ]), the tensors that the current block itself offloaded have their
+own room, and nothing else is prefetched into it. That also holds after they were unpacked: they exist while operators
+read them, and then workspaces and results may take their place.
+
+The code is in csrc/offload: reading.h, orders.h.
 """
 
 from actckpt import _C, config
@@ -24,7 +26,7 @@ __all__ = ["max_inflight"]
 
 
 def max_inflight() -> int:
-    """Return the window of Rule 2 in bytes."""
+    """Return the window of NOTE [ Reading ahead ] in bytes."""
     window = config.settings().window_bytes
     return stores.window_bytes() if window is None else stores.limited(window)
 

@@ -1,26 +1,26 @@
-"""Saved-tensor hooks that move what is worth it to a store, and bring it back in time.
+"""Saved-tensor hooks that offload large tensors to a store, and load them in time.
 
 NOTE [ Offload ]
 
-Rule 1. Parameters, buffers and their views stay: somebody else keeps them anyway. A parameter is a leaf
-        that requires grad, or of type Parameter; once one was seen, its storage is known, so that aliases
-        without a base (`w.detach()`, `w.data`) stay too. Buffers are looked up in the modules whose forward
-        runs, and in what a region with `offload_inputs` calls.
-Rule 2. What stays is held as a detached alias, unless it is a parameter: an output held as such would keep its own
-        graph alive, and so may what the attributes of any tensor refer to.
-Rule 3. Hooks switch autograd's version check off, so every handle has one of its own. For a moved tensor a
-        canary does it: an alias that shares the version counter but not the storage. Of a subclass, whose
-        inner tensors do not count what is done to it, the tensor itself is asked as long as it lives.
-Rule 4. Every unpack gives a fresh alias: users (TransformerEngine) clear what they were given. It shares the
-        canary's version counter, so a backward that changes what it saved is noticed by the next unpack. But what needs
-        no grad, stayed, and is held by the program still, comes back as the very object, as in plain autograd, unless
-        TransformerEngine saved it. An alias has the attributes of the object (csrc/core/saved_identity.h).
-Rule 5. Bytes that were brought back are released after their unpack, since with `retain_graph` the handle
-        lives on; those saved several times, when backward ends. See also NOTE [ Reading ahead ].
-Rule 6. Nothing is moved during a rerun: what it saves is needed at once.
+Rule 1. Parameters, buffers and their views stay: they are kept anyway. A parameter is a leaf that requires grad, or of
+type Parameter. Its storage is remembered, so that aliases without a base (`w.detach()`, `w.data`) stay too. Buffers are
+looked up in the modules whose forward runs, and in the function of a region with `offload_inputs`.
+Rule 2. A tensor that stays is held as a detached alias, unless it is a parameter. An output held directly would keep
+its own graph alive, and so may objects in the attributes of any tensor.
+Rule 3. Hooks disable autograd's version check, so every handle has its own. An offloaded tensor has a canary: an alias
+that shares the version counter but not the storage. A subclass is checked itself while it is alive, because its inner
+tensors do not count its changes.
+Rule 4. Every unpack returns a fresh alias, because users (TransformerEngine) clear what they get. It shares the
+canary's version counter, so the next unpack notices a backward that changes its saved tensor. If the tensor needs no
+grad, stayed, and is still held by the program, unpack returns the object itself, as plain autograd does, unless
+TransformerEngine saved it. An alias has the attributes of the object (csrc/core/saved_identity.h).
 
-What is here opens blocks; it runs for tensor subclasses and for errors too. All else is in csrc/offload/session.h: one
-call of C++ per pack and one per unpack.
+Loaded bytes are released after their unpack, since with `retain_graph` the handle lives on. Bytes saved several times
+are released when backward ends. See also NOTE [ Reading ahead ]. Nothing is offloaded during a rerun: what it saves is
+needed at once.
+
+This module opens `offload` blocks, and handles subclasses and errors. All else is in csrc/offload/session.h, with one
+C++ call per pack and one per unpack.
 """
 
 import threading
@@ -44,16 +44,16 @@ from actckpt.errors import SavedTensorChangedError, StillOpenError
 
 __all__ = ["DEFAULT_MIN_BYTES", "Destination", "Offloading", "Session"]
 
-#: Below it the bookkeeping costs more than the memory is worth.
+#: Below this size the bookkeeping costs more than the memory is worth.
 DEFAULT_MIN_BYTES = 1 << 20
-#: Where saved tensors are moved.
+#: Where saved tensors are offloaded to.
 Destination = Literal["auto", "host", "disk"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Offloading(ContextDecorator):
-    """A context that offloads to `to` what is saved inside, with a session of its own each time."""
+    """A context that offloads tensors saved inside it to `to`; each entry has its own session."""
 
     def __init__(self, to: Destination, min_bytes: int) -> None:
         self._to = to
@@ -102,7 +102,7 @@ class Offloading(ContextDecorator):
             counters.add("idle_offloads", 1)
 
     def report(self) -> Report:
-        """Return what the block that was entered last moved, what stayed since it is small, and the peak so far.
+        """Return what the block entered last offloaded, what stayed because it is small, and the peak so far.
 
         Example::
 
@@ -116,8 +116,8 @@ class Offloading(ContextDecorator):
 
 
 def pack_parts(session: Session, tensor: Tensor) -> FlattenedSubclass:
-    """Pack a subclass that is made of other tensors."""
-    # Shared with nobody: the versions of the parts do not tell what was done to the outer tensor.
+    """Pack a subclass that has inner tensors."""
+    # Not shared: the versions of the parts do not count changes of the outer tensor.
     return FlattenedSubclass(tensor, partial(session.pack, may_share=False), session.unpack)
 
 

@@ -1,24 +1,22 @@
-"""Keeps memory from being freed under a copy that reads it.
+"""Prevents memory from being freed under a copy that reads it.
 
 NOTE [ Sources ]
 
-A reference to a storage keeps the storage, not its memory: `untyped_storage().resize_(0)` frees that at once
-(Megatron's CheckpointWithoutOutput and FSDP do so), and moving a storage to shared memory replaces it. A copy
-out that is under way would read unmapped memory, or memory that holds something else by now; neither the size
-nor the address tells afterwards, since the same address may be given out again.
+A reference to a storage keeps the storage alive, not its memory. `untyped_storage().resize_(0)` frees the memory at
+once (Megatron's CheckpointWithoutOutput and FSDP do so), and moving a storage to shared memory replaces it. A running
+copy would read unmapped memory, or memory that holds something else by now. Neither size nor address shows that
+afterwards, since the same address may be allocated again.
 
-Rule 1. What the engine may read is watched (csrc/offload/sources.h) from before its copy is queued until the
-        engine releases it.
-Rule 2. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of a
-        storage that is watched, and let the engine release it: backward gets what was copied, not what the memory
-        holds by then. What is saved in the storage later is moved anew (NOTE [ Spans ]). There is no cost where nothing
-        is freed.
-Rule 3. C++ that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers
-        therefore read memory of CPU tensors such that none being there is an error, not the end of the process
-        (csrc/engine/memory/foreign.h): then the tensor stays.
-Rule 4. What was copied while its memory was replaced is never used: unpack takes the bytes from the storage, which
-        took them along when it grew. (If the saved tensor itself grew, unpack raises before that: it was
-        changed in place. An alias with a version counter of its own, as `h.data`, does not change it.)
+So storages that the engine may read are watched (csrc/offload/sources.h), from before their copy is queued until the
+engine releases them. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of
+a watched storage, and the engine releases it. Backward gets what was copied, not what the memory holds by then. Tensors
+saved later in that storage are copied anew (NOTE [ Spans ]). Programs that free nothing pay nothing.
+
+C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers therefore read
+CPU memory such that unmapped memory raises an error instead of ending the process (csrc/engine/memory/foreign.h); the
+tensor then stays. Bytes copied while their memory was replaced are never used: unpack takes them from the storage,
+which moved them along when it grew. If the saved tensor itself grew, unpack raises before that, since it was changed in
+place. An alias with its own version counter, such as `h.data`, does not change it.
 """
 
 import functools
@@ -37,13 +35,13 @@ from actckpt._offload.device import DeviceStore
 __all__ = ["guard"]
 
 _lock = threading.Lock()
-#: Stores that copies were given to. One that died has ended its copies.
+#: Stores that were used for copies. A store that died has ended its copies.
 _used: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _is_installed = False
 
 
 def guard(store: Any) -> None:
-    """See to it that no memory is freed while `store` copies it out. Called before its first copy."""
+    """Ensure that no memory is freed while `store` copies it out. Called before its first copy."""
     global _is_installed
     with _lock:
         _used.add(store)
@@ -54,7 +52,7 @@ def guard(store: Any) -> None:
 
 
 def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of UntypedStorage, waiting for the copies out of the storage first."""
+    """Return `method` of UntypedStorage, wrapped to wait for copies out of the storage first."""
 
     @functools.wraps(method)
     def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
@@ -75,4 +73,4 @@ def _finish_copies(device: torch.device) -> None:
         if isinstance(store, CpuStore):
             store.flush()
         elif isinstance(store, DeviceStore):
-            store.poll()  # else it would go on handing out a source whose memory is replaced
+            store.poll()  # otherwise it would keep returning a source whose memory is replaced

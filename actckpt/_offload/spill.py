@@ -1,4 +1,4 @@
-"""The spill file of the settings in force: both stores write to it, since its limit is one."""
+"""The spill file of the current settings: both stores write to it, since they share one limit."""
 
 import threading
 
@@ -10,15 +10,15 @@ __all__ = ["spill_file"]
 _UNLIMITED = (1 << 64) - 1
 
 _lock = threading.Lock()
-#: By the generation of the settings; one entry at most.
+#: By generation of the settings; at most one entry.
 _files: dict[int, _C.SpillFile] = {}
 
 
 def spill_file(settings: config.Settings) -> _C.SpillFile:
-    """Return the spill file, made at first use.
+    """Return the spill file, created at first use.
 
     Raises:
-        SpillWriteError: no file can be made in the folder of the settings.
+        SpillWriteError: no file can be created in the folder of the settings.
     """
     with _lock:
         known = _files.get(config.generation)

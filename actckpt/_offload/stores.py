@@ -1,11 +1,11 @@
-"""The stores of this process: where offloaded bytes live, one for tensors of the CPU, one for those of the accelerator.
+"""The stores of this process: one for CPU tensors, one for tensors of the accelerator.
 
-`cpu_store` and `device_store` make them at first use, with the settings in force. The hooks of offloading
-(csrc/offload) call the store of the CPU directly, and any other Python object through the methods of `Store`.
+`cpu_store` and `device_store` create them at first use, with the current settings. The offload hooks (csrc/offload)
+call the CPU store directly, and any other Python object through the methods of `Store`.
 
-With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait where copies are behind: CPU tensors for the
-window, device tensors only for a bounce buffer below pinned memory; counted in `stats`. Without (`PREFER_CPU_OFFLOAD`)
-it never waits: the bytes stay.
+With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait if copies lag: CPU tensors for the window,
+device tensors only for a bounce buffer below pinned memory; `stats` counts both. Without it (`PREFER_CPU_OFFLOAD`)
+`put` never waits: the bytes stay.
 """
 
 import threading
@@ -27,45 +27,45 @@ __all__ = [
 
 
 class Store(Protocol):
-    """A store that is a Python object. Its tickets have a method `unload`.
+    """A store implemented in Python. Its tickets have a method `unload`.
 
-    Rules for stores: what `put` was given as `source` is held until its bytes are safe elsewhere, and must not refer to
-    the ticket. Dropping the last reference to a ticket ends it: that never waits and may happen in the garbage
-    collector; a copy that is under way keeps its memory until it has ended. Every method may be called from any thread,
-    and while a compiled function runs: what hooks call is `torch_private.untraced`.
+    A store holds the `source` passed to `put` until its bytes are safe elsewhere; the source must not refer to the
+    ticket. Dropping the last reference to a ticket ends it. That never waits, and may happen in the garbage collector;
+    a running copy keeps its memory until it ends. Every method may be called from any thread, and while a compiled
+    function runs: methods called from hooks are `torch_private.untraced`.
     """
 
     def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
-        """Begin to move bytes out; returns a ticket, or None if they stay. Waits for room only if `must`."""
+        """Start to copy bytes out; return a ticket, or None if they stay. Waits for room only if `must`."""
 
     def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
-        """Note that the same bytes were saved again, perhaps on another stream, from that storage."""
+        """Record that the same bytes of that storage were saved again, perhaps on another stream."""
 
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
         """Return the bytes, valid for the current stream."""
 
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
-        """Begin to bring the bytes back; returns to where, None if there is no need. Never waits."""
+        """Start to load the bytes; return the destination, or None if there is no need. Never waits."""
 
     def make_room(self, device: torch.device) -> None:
-        """Let the current stream of a device, or on a CPU the program, wait for copies out beyond the window."""
+        """Make a device's current stream, or the program on a CPU, wait for copies out beyond the window."""
 
     def limit_window(self, nbytes: int | None) -> None:
-        """Have no more bytes on their way from now on; None: as many as the settings say."""
+        """Limit the in-flight bytes from now on; None: the limit of the settings."""
 
 
 _lock = threading.RLock()
-#: By the type of the devices whose tensors it takes, with the generation of its settings.
+#: By device type, with the generation of their settings.
 _stores: dict[str, tuple[int, Any]] = {}
-#: Most bytes that may be on their way, by who says so.
+#: Limits of in-flight bytes, by owner.
 _limits: dict[weakref.ref[Any], int] = {}
 
 
 def store_for(device_type: str) -> Any:
-    """Return the store for tensors of such devices, made at first use with the settings in force.
+    """Return the store for tensors of such devices, created at first use with the current settings.
 
     Raises:
-        EngineError: it cannot be had here; says why.
+        EngineError: no such store is available; says why.
     """
     with _lock:
         generation, known = _stores.get(device_type, (-1, None))
@@ -81,28 +81,28 @@ def store_for(device_type: str) -> Any:
 
 
 def is_ready(device_type: str) -> bool:
-    """Whether the store was made already with the settings in force."""
+    """Whether the store exists already, with the current settings."""
     return _stores.get(device_type, (-1, None))[0] == config.generation
 
 
 def why_none(device_type: str) -> str:
-    """Return why there can be no store for tensors of such devices, and what to do instead; empty if there can be."""
+    """Return why there is no store for tensors of such devices, and what to do instead; empty if there is one."""
     return "" if device_type in ("cpu", "meta") or is_ready(device_type) else no_backend(device_type)
 
 
 def cpu_store() -> CpuStore | None:
-    """Return the store of CPU tensors if there is one already, and it is ours."""
-    found = _stores.get("cpu", (0, None))[1]
-    return found if isinstance(found, CpuStore) else None
+    """Return the store of CPU tensors if it exists and is ours."""
+    store = _stores.get("cpu", (0, None))[1]
+    return store if isinstance(store, CpuStore) else None
 
 
 def device_store() -> DeviceStore | None:
-    """Return the store of device tensors if there is one already, and it is ours."""
+    """Return the store of device tensors if it exists and is ours."""
     return next((store for _, store in list(_stores.values()) if isinstance(store, DeviceStore)), None)
 
 
 def _release_free_slabs(nbytes: int) -> int:
-    """Give free host memory back to the system, however much is asked for; returns how many bytes it was."""
+    """Return all free host memory to the system, whatever was requested; returns the number of bytes."""
     made = device_store()
     with suppress(_C.ForkedError):
         return 0 if made is None else made.engine.trim()
@@ -113,9 +113,9 @@ pressure.register("host pool", _release_free_slabs)
 
 
 def limit_windows(owner: Any, nbytes: int | None) -> None:
-    """Have no more than so many bytes on their way, from now on and as long as `owner` lives; None: no such limit.
+    """Limit in-flight bytes to `nbytes` from now on, while `owner` is alive; None removes the limit.
 
-    The least of what several owners say counts, for all stores.
+    The lowest limit of all owners applies to all stores.
     """
     with _lock:
         owned = weakref.ref(owner, _forget)
@@ -139,14 +139,14 @@ def _limit_all() -> None:
 
 
 def make_room(device: torch.device) -> None:
-    """Let the current stream of a device, or on a CPU the program, wait for copies out beyond the window."""
+    """Make a device's current stream, or the program on a CPU, wait for copies out beyond the window."""
     made = _stores.get(device.type, (0, None))[1]
     if made is not None:
         made.make_room(device)
 
 
 def inflight_bytes(device: torch.device) -> int:
-    """Return what the store holds on a device until copies have passed."""
+    """Return the bytes that the store holds on a device until copies have ended."""
     made = _stores.get(device.type, (0, None))[1]
     if made is None:
         return 0
@@ -155,10 +155,10 @@ def inflight_bytes(device: torch.device) -> int:
 
 
 def limited(nbytes: int) -> int:
-    """Return a number of bytes, or less where that is what owners allow."""
+    """Return `nbytes`, or less if owners limit it."""
     return min([nbytes, *_limits.values()])
 
 
 def window_bytes() -> int:
-    """Return how many bytes the stores that exist would have on their way at once."""
+    """Return the current in-flight limit of the existing stores, in bytes."""
     return max((made.window_bytes for _, made in list(_stores.values())), default=0)

@@ -1,1 +1,1 @@
-"""Replay: getting dropped tensors back by executing only the recorded operators that lead to them."""
+"""Replay: restore dropped tensors by executing only the recorded operators that they depend on."""

@@ -1,11 +1,12 @@
-"""Opening and closing regions: the recorder and the hooks of a thread, and how regions nest.
+"""Open and close regions: the recorder and the hooks of a thread, and how regions nest.
 
 NOTE [ Opening and closing ]
 
-What a region changes in its thread (hooks, a dispatch mode, the tape in use) it changes as a whole or not at all,
-whatever raises in between: a signal handler may, at any line. So `__enter__` and `__exit__` are `all_or_nothing`, and
-`unwind`, which is called when one of them did not come to its end, goes by what the thread has, not by what was meant.
-A region is closed in the thread that opened it, after all that was opened in it.
+Opening a region pushes hooks and a dispatch mode on this thread, and sets its tape. Either all of that happens or none,
+because a signal handler may raise at any line. So `__enter__` and `__exit__` are `all_or_nothing`. If one of them does
+not finish, `unwind` restores the thread. It reads the thread's actual state, not what was planned.
+
+A region is closed in the thread that opened it, after everything that was opened inside it.
 """
 
 import functools
@@ -39,7 +40,7 @@ from actckpt.errors import StillOpenError
 __all__ = ["OpenRegion"]
 
 
-#: Tapes whose recorders are active, in any thread.
+#: Tapes that are recording, in any thread.
 recording: set[Tape] = set()
 
 
@@ -47,9 +48,9 @@ class _Local(threading.local):
     tape: Tape | None = None
 
     def __init__(self) -> None:
-        #: Calls of modules in this step (NOTE [ Places ]), by how many tapes are open around.
+        #: Module calls of this step (NOTE [ Places ]), by the number of enclosing tapes.
         self.calls: dict[int, weakref.ref[Calls]] = {}
-        #: Modes that no region uses now; making one takes as long as recording several operators.
+        #: Modes that no region uses now. Creating one costs as much as recording several operators.
         self.idle: list[Recorder] = []
 
 
@@ -57,7 +58,7 @@ _local = _Local()
 
 
 def _calls_of(nesting: int, where: str, counts_anew: bool, looks_up_calls: bool) -> Calls:
-    """Return the calls of the step that is under way, or new ones, for a region that opens."""
+    """Return the module calls of the current step, or new ones, for a region that opens."""
     if counts_anew:
         calls = Calls()
         calls.begin(where)
@@ -82,19 +83,19 @@ def _push(hooks: torch_private.Hooks) -> None:
 
 
 class OpenRegion:
-    """A region, as a context. See NOTE [ Opening and closing ].
+    """A region as a context manager. See NOTE [ Opening and closing ].
 
     Args:
         choice: the policy.
-        caller: the site of the place that opens it, or what names it, see `audit.site_of`.
-        figures: gets what the report says.
-        respects_hooks: whether the hooks that are active where it is opened get the bytes of what it keeps, not only
-            of its inputs.
-        arguments: of the function whose call it is around, which can be run again; None: it is around any code.
-        matches: gets the operators that run, of those that the policy names; None: its site does, and warns.
-        counts_anew: places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
-        looks_up_calls: with `counts_anew`, places do not rely on what regions with the same first operators ran.
-        is_block: all that backward asks for again stays (NOTE [ Windows ]).
+        caller: the call site, or an object that identifies it; see `audit.site_of`.
+        figures: receives the numbers for the report.
+        respects_hooks: the hooks active at opening get the bytes of kept values too, not only of inputs.
+        arguments: arguments of the wrapped call, which can run again; None: the region wraps arbitrary code.
+        matches: receives the operators that ran, of those that the policy names; None: the site does, and warns.
+        counts_anew: places count module calls within this region only (NOTE [ Places ]).
+        looks_up_calls: with `counts_anew`, do not reuse module calls remembered from regions with the same first
+            operator.
+        is_block: everything that this backward needs again stays cached (NOTE [ Windows ]).
     """
 
     __slots__ = (
@@ -142,17 +143,17 @@ class OpenRegion:
         self._thread = threading.get_ident()
         self._hooks: torch_private.Hooks | None = None
         self._recorder: Recorder | None = None
-        #: Which operators that the policy names ran, None if it names none or is not recorded here.
+        #: Which operators named by the policy ran; None if it names none, or nothing is recorded here.
         self.matches = matches
         self._outer_choice: Choice | None = None
         self._outer_calls: Calls | None = None
         self._outer_tape: Tape | None = None
-        #: As `Tape.depth` is where this is the innermost region that records there.
+        #: Equals `Tape.depth` while this is the innermost region on the tape.
         self._depth = 0
-        #: Of a tape that is shared, what it had counted before.
+        #: Counters of a shared tape at opening.
         self._counted = (0, 0, 0)
         self.tape: Tape | None = None
-        #: Bytes to recompute that compiled code made, and all of them, where that is much of what a function made.
+        #: Bytes to recompute that compiled code made, and all bytes to recompute; set if the share is large.
         self.compiled: tuple[int, int] | None = None
 
     def _enter(self) -> "OpenRegion":
@@ -171,7 +172,7 @@ class OpenRegion:
         return self
 
     def _share(self, current: Tape) -> None:
-        """Use the tape of the region around this one (Rule 11)."""
+        """Record on the tape of the enclosing region (NOTE [ Replay ], Rule 9)."""
         self._counted = (current.recompute_bytes, current.opaque_bytes, current.compiled_bytes)
         self._outer_choice = current.choice
         self._depth = current.depth + 1
@@ -182,7 +183,7 @@ class OpenRegion:
             current.calls = _calls_of(current.nesting, current.site.where, self._counts_anew, self._looks_up_calls)
 
     def _record(self, current: Tape | None, outer_hooks: torch_private.Hooks | None) -> None:
-        """Begin a tape, and have what this thread does recorded on it."""
+        """Start a tape and record this thread on it."""
         site = self._caller if isinstance(self._caller, Site) else site_of(self._caller)
         tape = Tape(self._choice, outer_hooks, site)
         if unknown := unknown_modes():
@@ -242,7 +243,7 @@ class OpenRegion:
             tape.calls = self._outer_calls
 
     def _watching(self, site: Site) -> Recorder | None:
-        """Return a recorder that notes which operators of the policy run, None where that is known or not asked."""
+        """Return a recorder that notes which operators of the policy run; None if that is known or not wanted."""
         if not self._choice.operators:
             return None
         if self.matches is None:
@@ -250,7 +251,7 @@ class OpenRegion:
         return WatchingRecorder(self.matches) if self.matches.is_watching(self._choice) else None
 
     def unwind(self, error: BaseException) -> None:
-        """Give the thread back what it had before, however far opening or closing came."""
+        """Restore the thread's state, however far opening or closing got."""
         if isinstance(error, StillOpenError) or threading.get_ident() != self._thread:
             return
         if self._outer_choice is not None and self.tape is not None:
@@ -259,7 +260,7 @@ class OpenRegion:
         if self._recorder is not None:
             torch_private.remove_dispatch_mode(self._recorder)
             self._recorder.tape = None
-            self._recorder = None  # not to be used again: torch keeps flags in it
+            self._recorder = None  # not reusable: torch keeps flags in it
         if torch_private.are_on_top(self._hooks):
             torch_private.pop_hooks()
         if self.tape is not None and self._hooks is not None:
@@ -275,11 +276,11 @@ class OpenRegion:
     def _close_tape(self, *, has_failed: bool) -> None:
         assert self.tape is not None
         if has_failed:
-            self.tape.outer = None  # what is left of the graph, if anything, belongs to who catches the error
+            self.tape.outer = None  # whoever catches the error owns what is left of the graph
         if self.tape.calls is not None:
             self.tape.calls.end()
             self.tape.calls.is_over |= has_failed
-        self.tape.pack_hook = None  # refers to the tape
+        self.tape.pack_hook = None  # breaks the cycle: the hook refers to the tape
         saved_tensor_hooks.close(self.tape)
 
     def _check_can_close(self) -> None:
@@ -301,7 +302,7 @@ class OpenRegion:
             )
 
     def why_not_recorded(self) -> str:
-        """Return why a report of this region has no rows, an empty text if it may have some."""
+        """Return why a report of this region has no rows; empty if it may have some."""
         if self._outer_choice is not None:
             return "Not recorded here: the region around this one records for it, and its report has both."
         if self.tape is not None:
@@ -311,7 +312,7 @@ class OpenRegion:
         return "Not recorded: policy 'keep' leaves all values to autograd. region('keep', record=True) records them."
 
     def _take_compiled_bytes(self) -> tuple[int, int] | None:
-        """Return how much of the bytes to recompute compiled code made, if it is much; who asks tells the user."""
+        """Return and clear `compiled`; the caller warns the user."""
         tape = self.tape
         if tape is None or not tape.compiled_bytes:
             return None

@@ -1,8 +1,8 @@
-"""Tensors with version counters of their own on the same bytes: each of them may tell of a change.
+"""Aliases with their own version counters: each may be the only one that counts a change of the shared bytes.
 
-Autograd looks at the counter of the tensor that it saved. Views share it with their base, but `Tensor.data`, results of
-`unsafe_chunk` and of operators that return an alias without saying so have their own. The tape watches the one that it
-saw last; the others that it saw before are noted here, and watched too once the region is closed.
+Autograd checks the counter of the tensor that it saved. Views share the counter of their base. `Tensor.data`, results
+of `unsafe_chunk`, and operators that return an undeclared alias have their own. The tape checks the alias seen last.
+The aliases seen before are recorded here; they are checked too once the region is closed.
 """
 
 import weakref
@@ -34,25 +34,25 @@ __all__ = [
     "watch_roots",
 ]
 
-#: A subclass, and its version when the region closed.
+#: A subclass instance, and its version when the region closed.
 VersionCheck = tuple[weakref.ref[Tensor], int]
 
 
 class Seen(NamedTuple):
-    """A subclass that an operator got."""
+    """A subclass instance that an operator got as an argument."""
 
     wrapper: weakref.ref[Tensor]
-    #: What it is a view of, or itself: they count together.
+    #: Its base if it is a view, else itself: both share a version counter.
     root: weakref.ref[Tensor]
     storages: list[weakref.ref[torch.UntypedStorage]]
 
 
-#: For values that were seen through several: all but the last, with their versions.
+#: For values seen through several aliases: all but the last, with their versions.
 VersionAliases = weakref.WeakKeyDictionary[Value, list[tuple[weakref.ref[Tensor], int]]]
 
 
 def note_root(roots: VersionAliases, value: Value, tensor: Tensor) -> bool:
-    """Note that `value` is seen through `tensor` now, and was through another one; False if its bytes changed since."""
+    """Record that `value` is now seen through `tensor` instead of another alias; False if its bytes changed since."""
     root = tensor if tensor._base is None else tensor._base
     others = roots.setdefault(value, [])
     expected = next((version for other, version in others if other() is root), None)
@@ -66,7 +66,7 @@ def note_root(roots: VersionAliases, value: Value, tensor: Tensor) -> bool:
 
 
 def record_parameter_versions(roots: VersionAliases) -> None:
-    """Let parameters tell of changes themselves, since they were last seen, and not aliases that were seen later."""
+    """Replace aliases that were seen after their parameter by the parameter, with its current version."""
     for value, others in dict(roots).items():
         parameter = value.held
         if not value.is_parameter or parameter is None:
@@ -79,13 +79,13 @@ def record_parameter_versions(roots: VersionAliases) -> None:
 
 
 class Watched:
-    """Bytes of a closed region that several tensors tell of. Nothing else is asked about them.
+    """Bytes of a closed region whose changes several tensors count. Their versions are checked on every access.
 
     Args:
         get: returns a tensor on the bytes.
         roots: tensors on the same storage, and their versions.
-        wrappers: tensors that are made of the bytes, and their versions.
-        is_away: whether `get` brings the bytes back from elsewhere.
+        wrappers: subclass instances whose inner tensors hold the bytes, and their versions.
+        is_away: `get` loads the bytes from a store or from outer hooks.
     """
 
     __slots__ = ("_bytes", "_watched", "_wrappers", "is_away")
@@ -105,17 +105,17 @@ class Watched:
             self._watched = [(root.detach(), version) for root, version in roots]
 
     def __call__(self) -> Tensor:
-        """Return a tensor on the bytes, all of which are needed."""
+        """Return a tensor on the bytes, for a caller that needs all of them."""
         self.check(None)
         return self._bytes()
 
     def under(self, window: Window) -> Tensor:
-        """Return a tensor on the bytes, of which only those in a window are needed."""
+        """Return a tensor on the bytes, for a caller that needs only those in a window."""
         self.check(window)
         return self._bytes()
 
     def check(self, window: Window | None) -> None:
-        """Raise where the bytes in a window, None: any, are no more what they were."""
+        """Raise if the bytes in a window have changed; None: any byte."""
         start, stop = (0, torch.iinfo(torch.int64).max) if window is None else Geometry.of(window).span()
         for root, version in self._watched:
             first, last = Geometry.of_tensor(root).span()
@@ -128,21 +128,21 @@ class Watched:
 
 
 def read_stored(stored: Callable[[], Tensor], window: Window | None) -> Tensor:
-    """Return a tensor on stored bytes; `window`: what is needed of them, None: all."""
+    """Return a tensor on stored bytes; `window`: the bytes that are needed, None: all."""
     return stored.under(window) if isinstance(stored, Watched) and window is not None else stored()
 
 
 def check_watched(stored: Watched, window: Window | None) -> None:
-    """Raise where bytes that were brought back before are no more what they were."""
+    """Raise if bytes that were loaded earlier have changed."""
     stored.check(window)
 
 
 def watch_roots(roots: VersionAliases | None, made_of: Mapping[Value, Sequence[VersionCheck]]) -> None:
-    """Watch the values of a closed tape through every tensor that they were seen through (Rule 7).
+    """Watch the values of a closed tape through every alias they were seen through (NOTE [ Replay ], Rule 6).
 
     Args:
-        roots: tensors that values were seen through, None: no other than the last.
-        made_of: tensors that are made of values.
+        roots: aliases that values were seen through; None: only the last ones.
+        made_of: subclass instances that hold the values as inner tensors.
     """
     seen = {} if roots is None else dict(roots)
     for value in {**seen, **made_of}:
@@ -174,7 +174,7 @@ def _what(value: Value) -> str:
 
 
 def resized_error(held: Tensor, value: Value) -> SavedTensorChangedError:
-    """Say that a storage that we do not own is not what it was (Rule 8)."""
+    """Return the error for an external storage that was resized (NOTE [ Replay ], Rule 6)."""
     return _resized_error(held, value.nbytes, _what(value))
 
 
@@ -188,7 +188,7 @@ def _resized_error(held: Tensor, nbytes: int, what: str) -> SavedTensorChangedEr
 
 
 def changed_after_error(tensor: Tensor, expected: int) -> SavedTensorChangedError:
-    """Say that bytes of a closed region were changed in place."""
+    """Return the error for an in-place change after the region closed."""
     version = version_of(tensor)
     return SavedTensorChangedError(
         "One of the variables needed for gradient computation has been modified by an inplace operation after its "

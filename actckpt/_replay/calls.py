@@ -1,4 +1,4 @@
-"""A region around one call of a function, with a policy: recorded, and what happens where compiled code is inside."""
+"""A region around one function call, with a policy: it is recorded. Compiled code inside it is handled here."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,19 +15,19 @@ __all__ = ["RegionOptions", "run_in_region"]
 
 
 class RegionOptions(NamedTuple):
-    """What is taken down of what runs in a region, and how its operators are named."""
+    """What a region records, and how its operators are named."""
 
-    #: Gets the operators that run, of those that the policy names; None: the site of the region does, and warns.
+    #: Receives the operators that ran, of those that the policy names; None: the region's site does, and warns.
     matches: Matches | None = None
-    #: Get what becomes of values where operators are replayed.
+    #: Receives what happens to values, where operators are replayed.
     figures: Figures | None = None
-    #: Places count the calls of modules in this region alone (NOTE [ Places ], Rule 4).
+    #: Places count module calls within this region only (NOTE [ Places ]).
     counts_anew: bool = False
-    #: Places do not rely on what regions with the same first operators ran before.
+    #: Places do not reuse module calls remembered from earlier regions with the same first operator.
     looks_up_calls: bool = False
-    #: It is a block, through which backward goes at once: all that it asks for again stays (NOTE [ Windows ]).
+    #: A block: backward passes through it in one go, so everything that it needs again stays cached (NOTE [ Windows ]).
     is_block: bool = False
-    #: Called in place of the warning that compiled code made what the policy wants to recompute.
+    #: Called instead of warning that compiled code made what the policy wants to recompute.
     note_compiled: Callable[[], None] | None = None
 
 
@@ -63,7 +63,7 @@ def run_in_region(
 
 
 def _warn_of_compiled(function: Callable[..., Any], compiled_bytes: int, total_bytes: int) -> None:
-    """Say once per function that its policy cannot be followed."""
+    """Warn once per function that its policy cannot be followed."""
     warn_user(
         f"{compiled_bytes / 2**20:.1f} of {total_bytes / 2**20:.1f} MiB that the policy for {name_of(function)} wants "
         "to recompute were made by compiled code, which is not recorded; they are kept this time. From its next call "

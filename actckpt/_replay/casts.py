@@ -1,7 +1,8 @@
-"""Casts of parameters outlive their region: autocast caches them, and later regions replay them from the parameter.
+"""Casts of parameters outlive their region: autocast caches them and hands them to later regions.
 
-Rule 12 of NOTE [ Replay ]. What autocast gives a later region from its cache is an input there, which nothing recorded
-makes. So a region that closes under autocast notes which storages are such casts, and what step makes them.
+In a later region such a cast is an input that no recorded step makes. Keeping it would hold the memory. So a region
+that closes under autocast notes which storages are such casts and which step makes them. Later regions replay them from
+the parameter.
 """
 
 import weakref
@@ -16,12 +17,12 @@ from actckpt.action import Action
 
 __all__ = ["note", "replay_from_parameters"]
 
-#: By id() of the storage, for as long as it lives.
+#: By id() of the storage, while it is alive.
 _known: dict[int, tuple[weakref.ref[torch.UntypedStorage], Step]] = {}
 
 
 def note(tape: Tape) -> None:
-    """Note the casts of parameters that a region, about to close, made and that somebody may cache."""
+    """Note the parameter casts of a region that is about to close, if autocast may have cached them."""
     if not (torch_private.any_autocast_enabled() and torch.is_autocast_cache_enabled()):
         return
     for key, known in tape.storages.items():
@@ -37,20 +38,20 @@ def _is_cast(step: Step) -> bool:
 
 
 def replay_from_parameters(tape: Tape) -> None:
-    """Release inputs of a closed region that are casts of parameters, and have them replayed."""
+    """Release inputs of a closed region that are casts of parameters; they are replayed instead."""
     if not _known or not tape.choice.recomputes("aten._to_copy.default"):
         return
     for value in tape.holding:
         if value.is_input and not value.is_parameter and value.held is not None and version_of(value.held) == 0:
-            found = _known.get(id(value.held.untyped_storage()))
-            if found is not None and found[0]() is value.held.untyped_storage():
-                _have_replayed(value, found[1])
+            known = _known.get(id(value.held.untyped_storage()))
+            if known is not None and known[0]() is value.held.untyped_storage():
+                _have_replayed(value, known[1])
 
 
 def _have_replayed(value: Value, cast: Step) -> None:
     parameter = cast.inputs[0]
     if parameter.held is None or version_of(parameter.held) != parameter.version:
-        return  # it changed: the cast is of the bytes before
+        return  # the parameter changed; the cast is of its old bytes
     step = Step(cast.operator, cast.args, cast.kwargs, cast.inputs)
     step.grad_enabled, step.numerics = cast.grad_enabled, cast.numerics
     step.add_output(value, (0, 0))

@@ -14,7 +14,7 @@ from actckpt._core import torch_private
 
 __all__ = ["checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out"]
 
-#: Elements at once: at least, at most, and one part in so many of the tensor. Each takes 16 bytes meanwhile.
+#: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
 _LEAST_PIECE = 1 << 15
 _MOST_PIECE = 1 << 20
 _PART = 64
@@ -22,7 +22,7 @@ _PART = 64
 _MULTIPLIER = -7046029254386353131
 _thread = threading.local()
 _Context = Callable[[], AbstractContextManager[object]]
-#: Around each checksum, as long as their objects live: of what counts the bytes of a step by an allocator.
+#: Contexts entered around each checksum, while their owners are alive: used by allocator meters.
 _around: list[weakref.WeakMethod[_Context]] = []
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
@@ -31,8 +31,9 @@ _Dims = list[tuple[int, int]]
 def checksum(tensor: Tensor) -> Tensor:
     """Return a position-sensitive checksum of the elements, on their device. Call it paused.
 
-    Each element counts once, however often an expanded or overlapping view shows it, and memory between them does not.
-    Cost: time in the elements in memory; 16 bytes of temporaries for each of a piece of them.
+    Each element counts once, however often an expanded or overlapping view shows it. Memory between elements does not
+    count.
+    Cost: linear in the elements in memory; 16 temporary bytes per element of one piece.
     """
     _thread.is_running = True
     try:
@@ -45,31 +46,31 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def is_running() -> bool:
-    """Return whether this thread computes a checksum: what that allocates is no part of a step."""
+    """Return whether this thread computes a checksum: its allocations belong to no training step."""
     return getattr(_thread, "is_running", False)
 
 
 def leave_out(context: _Context) -> None:
-    """Enter the context of a method around each checksum, until `count_again` or the end of its object."""
+    """Enter a method's context around each checksum, until `count_again` or until its owner dies."""
     _around.append(weakref.WeakMethod(context))
 
 
 def count_again(context: _Context) -> None:
-    """Enter this context no more."""
+    """Stop entering this context."""
     _around.remove(weakref.WeakMethod(context))
 
 
 def is_left_out() -> bool:
-    """Return whether an allocator counts the bytes of a step now, without checksums."""
+    """Return whether an allocator meter, which excludes checksums, is active."""
     return bool(_contexts())
 
 
 def _contexts() -> list[_Context]:
-    found = [(each, each()) for each in (*_around,)]
-    for each, context in found:
-        if context is None and each in _around:
-            _around.remove(each)
-    return [context for _, context in found if context is not None]
+    contexts = [(method, method()) for method in (*_around,)]
+    for method, context in contexts:
+        if context is None and method in _around:
+            _around.remove(method)
+    return [context for _, context in contexts if context is not None]
 
 
 def _sum(tensor: Tensor) -> Tensor:
@@ -81,13 +82,13 @@ def _sum(tensor: Tensor) -> Tensor:
     weights = torch.arange(min(most, words.numel()), dtype=torch.int64, device=tensor.device)
     weights.mul_(_MULTIPLIER).bitwise_or_(1)
     for piece in map(_wide, _pieces(words, most)):
-        # A product of odd weights counts each element, so that no single change of one is lost.
+        # Odd weights: no change of a single element is lost modulo 2**64.
         total = torch.add((piece * weights[: piece.numel()].view(piece.shape)).sum(), total, alpha=_MULTIPLIER)
     return total
 
 
 def _wide(words: Tensor) -> Tensor:
-    """Return words of 64 bits: several at once where they lie one after another."""
+    """Return 64-bit words: several elements at once where they are adjacent."""
     size = words.element_size()
     if words.dim() != 1 or words.stride(0) != 1 or words.numel() * size % 8:
         return words.to(torch.int64)
@@ -96,7 +97,7 @@ def _wide(words: Tensor) -> Tensor:
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` without what expanding repeats: `compact(tensor).expand(tensor.shape)` is equal."""
+    """Return a view of `tensor` without repeated elements: `compact(tensor).expand(tensor.shape)` equals it."""
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -104,7 +105,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield `words` in pieces of at most so many elements."""
+    """Yield `words` in pieces of at most `most` elements."""
     if words.numel() <= most:
         yield words
         return
@@ -117,12 +118,12 @@ def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the elements behind a tensor as integers, each once where that can be told from its strides."""
+    """Return the elements behind a tensor as integers, each once as far as strides show."""
     size = tensor.element_size()
     dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
     dims.sort(key=operator.itemgetter(1))
     offset = tensor.storage_offset()
-    # The bytes as they are. Views all along: of torch.func's wrappers no storage can be reached.
+    # Raw bytes. Only views: torch.func's wrappers give no access to their storage.
     plain = tensor.conj() if tensor.is_conj() else tensor.detach()
     plain = torch_private.neg_view(plain) if plain.is_neg() else plain
     if size > 8:
@@ -136,7 +137,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _merged(dims: _Dims) -> _Dims:
-    """Return as few dimensions as reach the same elements: those that continue another one, or overlap with it."""
+    """Return the fewest dimensions that reach the same elements: merges those that are contiguous or overlap."""
     merged: _Dims = []
     for size, stride in dims:
         if merged:

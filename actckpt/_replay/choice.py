@@ -1,4 +1,4 @@
-"""What a policy decides, as the recorder asks it."""
+"""A policy's decisions, in the form that the recorder queries."""
 
 import copy
 import difflib
@@ -13,18 +13,18 @@ from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["Choice", "Table", "is_place"]
 
-#: Torch does not ask policies for these either.
+#: torch does not query policies for these either.
 _IGNORED: frozenset[Any] = frozenset(torch.utils.checkpoint.SAC_IGNORED_OPS)
 
 
-#: Most places of which a table remembers its answer.
+#: Maximum number of places whose answer a table caches.
 _MAX_FOUND = 1 << 20
-#: Most places among which the nearest to an entry that matched none is looked for.
+#: Maximum number of places searched for the nearest match of an entry that matched none.
 _MAX_SEEN = 4096
 
 
 class Table:
-    """Actions by place: an entry that is the text of the place wins, then the last selector that has it.
+    """Actions by place: an entry equal to the place wins, then the last selector that matches.
 
     Args:
         actions: by the text of a place or of a selector.
@@ -37,14 +37,14 @@ class Table:
         self.actions = actions
         self.default = default
         self._selectors = {text: Selector.parse(text) for text in reversed(actions) if not is_place(text)}
-        #: By what stands for a place in csrc/record/module_calls.h.
+        #: Cached answers, by the place id of csrc/record/module_calls.h.
         self.found: dict[int, Action] = {}
-        #: Entries that decided something.
+        #: Entries that decided at least one place.
         self.matched: set[str] = set()
         self._seen: dict[str, None] = {}
 
     def find(self, key: int, module: str, operator: str, occurrence: int, result: int, call: int) -> Action:
-        """Return the action at a place, and remember it for the next time."""
+        """Return the action at a place, and cache it."""
         place = Place(module, operator, occurrence, result, call)
         text = str(place)
         entries = [text] if text in self.actions else []
@@ -58,23 +58,23 @@ class Table:
         return action
 
     def has_entry(self, place: Place) -> bool:
-        """Return whether an entry, and not the default, decides about a place."""
+        """Whether an entry, not the default, decides a place."""
         return str(place) in self.actions or any(selector.has(place) for selector in self._selectors.values())
 
     def names_operator(self, place: Place, action: Action) -> bool:
-        """Return whether the entry that decides about a place names it, or its operator, and says `action`."""
+        """Whether the entry that decides a place says `action` and names that place or its operator."""
         text = str(place)
         if text in self.actions:
             return self.actions[text] is action
-        first = next(((text, found) for text, found in self._selectors.items() if found.has(place)), None)
+        first = next(((text, selector) for text, selector in self._selectors.items() if selector.has(place)), None)
         return first is not None and self.actions[first[0]] is action and first[1].is_of_operator(place.operator)
 
     def nearest(self, text: str) -> str:
         """Return the places or modules nearest to an entry, of those that ran."""
         known: Iterable[str] = self._seen
         if "::" not in text:
-            known = dict.fromkeys(each.partition("::")[0].partition("@")[0] for each in self._seen)
-            if any(each.startswith(f"{text}.") for each in known):
+            known = dict.fromkeys(name.partition("::")[0].partition("@")[0] for name in self._seen)
+            if any(name.startswith(f"{text}.") for name in known):
                 return f"{text}.**"
         return ", ".join(difflib.get_close_matches(text, list(known), n=2, cutoff=0.4)) or "none"
 
@@ -88,19 +88,18 @@ def is_place(text: str) -> bool:
 
 
 class Choice:
-    """One policy. Exactly one of the four ways to decide is in use.
+    """One policy. Exactly one of the four decision forms is in use.
 
     Args:
-        actions: by name of an overload of an operator (`Operator.name`); `default` for all others.
-        operators: what `actions` or `table` name, for messages; the names of overloads where it is a preset.
+        actions: by operator overload name (`Operator.name`); `default` for all others.
+        operators: the overload names in `actions` or `table`, for messages, or those of a preset.
         table: by place.
-        after_call: asked once for every operator, right after it ran, with the operator, its arguments, its
-            keywords and its result.
-        for_value: asked once per value, when it is saved for the first time.
-        is_per_operator: whether `default` goes by operator too, also where there are no `actions`: inputs stay, and
-            values of any size move.
-        preset: the one word that stands for `actions`.
-        offloads_inputs_from: tensors from before the region that are no parameters, and have so many bytes, are moved;
+        after_call: called after every operator with the operator, its arguments, its keywords and its result.
+        for_value: called once per value, when it is first saved.
+        is_per_operator: `default` is per operator too, even without `actions`: inputs stay, and values of any size are
+            offloaded.
+        preset: the preset's name, if `actions` comes from one.
+        offloads_inputs_from: offload non-parameter tensors from before the region that have at least this many bytes;
             None: they stay, or `for_value` decides.
     """
 
@@ -122,40 +121,40 @@ class Choice:
         preset: str = "",
         offloads_inputs_from: int | None = None,
     ) -> None:
-        #: None: by place.
+        #: None: decided by place.
         self.actions: Mapping[str, Action] | None = None if table is not None else actions or {}
         self.operators: tuple[Any, ...] = operators
         self.preset = preset
         self.offloads_inputs_from = offloads_inputs_from
         self.table = table
-        #: What was looked up in the table so far, and who is asked for the rest.
+        #: The table's cache, and the table to query for the rest.
         self.found = None if table is None else table.found
         self.find = None if table is None else table.find
-        #: Whether it must be known of each value where it was made.
+        #: Each value needs a place.
         self.asks_places: bool = table is not None or for_value is not None
         self.default: Action | None = default
         self._is_per_operator = is_per_operator
         self._after_call = after_call
-        #: Whether every operator must be reported with `after_call`.
+        #: `after_call` is called for every operator.
         self.asks_calls: bool = after_call is not None
         self.for_value: Callable[[SavedTensorInfo], Action] | None = for_value
 
     def offloading_inputs(self, nbytes: int) -> "Choice":
-        """Return the same policy, which moves the inputs of the region as well, from so many bytes on."""
+        """Return the same policy, which also offloads region inputs of at least `nbytes`."""
         other = copy.copy(self)
         other.offloads_inputs_from = nbytes
         return other
 
     def of(self, operator: str) -> Action | None:
-        """Return the action for what an overload makes, None if that is not known from the overload alone."""
+        """Return the action for an overload's results, None if the overload alone does not determine it."""
         return self.default if self.actions is None else self.actions.get(operator, self.default)
 
     def recomputes(self, operator: str) -> bool:
-        """Whether what an overload makes may be recomputed in every place but those that a table names."""
+        """Whether an overload's results may be recomputed in places that a table does not name."""
         return (self.of(operator) if self.table is None else self.table.default) is Action.RECOMPUTE
 
     def after_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None, result: Any) -> Action:
-        """Ask for one call of an operator."""
+        """Query the policy for one operator call."""
         assert self._after_call is not None
         if func in _IGNORED:
             return Action.RECOMPUTE
@@ -163,7 +162,7 @@ class Choice:
 
     @property
     def always(self) -> Action | None:
-        """The action for all values, None if they may differ."""
+        """The action for all values, None if actions may differ."""
         if self.offloads_inputs_from is not None or self.table is not None or self.actions:
             return None
         if self._is_per_operator and self.default is not Action.KEEP:

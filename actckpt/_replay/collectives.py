@@ -1,28 +1,21 @@
-"""Collectives that replay repeats, since a policy names them.
+"""Replay of collectives that a policy names.
 
 NOTE [ Repeated collectives ]
 
-A collective runs on all ranks of its group. So whether replay repeats one, how often, and after which others must not
-depend on what one rank knows alone: its free memory, the room in its window, how long its tensors are.
+All ranks of a group must run a collective, and in the same order. So whether, how often and after which others replay
+repeats one must not depend on local facts: free memory, the replay window, tensor sizes.
 
-Rule 1. All ranks of a group have the same policy, around the same parts of the model, as with torch's checkpoint.
-        Nothing compares them.
-Rule 2. What functional collectives return (`_c10d_functional`: all_gather_into_tensor, reduce_scatter_tensor,
-        all_reduce, those of several tensors, all_to_all_single, broadcast) is kept, unless an entry of the policy names
-        the operator, or the very place, and says recompute. No default names one, nor does an entry for a whole module,
-        or a function. The forms that write to what they are given, and all other collectives, are kept.
-Rule 3. Before a saved tensor is brought back, the collectives that lead to it, and that this backward has not repeated,
-        run in the order of the forward, each with its wait (csrc/replay/repeated_collectives.cpp). What they return
-        stays until the backward ends, or nothing leads to it any more: no window, no call for room releases it. So each
-        runs once in a backward at most, and which of them run depends on the graph and the order of unpacking alone.
-        Where that order cannot be kept, it raises: outside of a backward, and once another backward of the same
-        region, in another thread, has ended.
-Rule 4. What is made from such a value is recomputed where the policy says so, also where that holds more bytes than
-        to keep it: how many bytes is something that each rank knows for itself.
-Rule 5. An audit that fails on one rank would have that rank keep what others recompute. So it raises, and so do all
-        later steps of the process. `configure(opaque=...)` lists the operator from the start.
-Rule 6. A block that a budget plans opens no region with such a policy: what the plan of one rank keeps after
-        that region says which of them lead to something in backward. Profiling (NOTE [ Fake collectives ]) raises.
+Rule 1. Only results of functional collectives (`_c10d_functional`) can be replayed. A policy entry must name the
+operator or the exact place, and say recompute. Defaults, entries for a whole module, and policy functions do not count.
+All other collectives are kept. All ranks must use the same policy, as with torch's checkpoint; nothing compares them.
+Rule 2. Before a saved tensor is restored, the collectives that it depends on run in forward order, each with its wait
+(csrc/replay/repeated_collectives.cpp). Their results stay until the backward ends or nothing depends on them; neither a
+window nor memory pressure releases them. So each runs at most once per backward, and which ones run depends only on the
+graph and the order of unpacking. Where that order cannot be kept, replay raises: outside of a backward, and once
+another backward of the same region, in another thread, has ended.
+Rule 3. No local fact may change what a rank keeps. A value made from a repeated result is recomputed even if that holds
+more bytes than keeping it. A failed audit raises, now and in all later steps, instead of keeping values on one rank
+only. Blocks planned for a budget open no region with such a policy, and profiling raises.
 """
 
 from typing import Any
@@ -39,7 +32,7 @@ __all__ = ["is_named", "note", "order_error"]
 
 
 def is_named(tape: Any, operator: Operator) -> bool:
-    """Whether the policy names the collective that runs now, and says that its result is recomputed (Rule 2)."""
+    """Whether the policy names the current collective and says recompute (Rule 1)."""
     choice = tape.choice
     if choice.table is None:
         return choice.actions is not None and choice.actions.get(operator.name) is Action.RECOMPUTE
@@ -50,7 +43,7 @@ def is_named(tape: Any, operator: Operator) -> bool:
 
 
 def note(tape: Any, operator: Operator, result: Any) -> None:
-    """Mark what a collective that ran has returned, a tensor or a list of them, where replay repeats it."""
+    """Mark the tensor, or list of tensors, that a repeatable collective returned."""
     results = result if isinstance(result, (list, tuple)) else [result]
     values = [value for value in map(tape.value_of, results) if value is not None and value.step is not None]
     if tape.site.opaque and (values or is_named(tape, operator)):
@@ -62,7 +55,7 @@ def note(tape: Any, operator: Operator, result: Any) -> None:
 
 
 def order_error(value: Value) -> ActckptError:
-    """Say that a collective would run where other ranks need not run it (Rule 3)."""
+    """Return the error for a collective that other ranks need not run now (Rule 2)."""
     return ActckptError(
         f"A saved tensor is made from what {_named(value)} returned, which the policy recomputes. It is read outside "
         "of a backward, or while two backwards of its region run in two threads, where other ranks need not run the "

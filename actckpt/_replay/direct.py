@@ -1,9 +1,7 @@
-"""Functions of torch that are called directly, in the place of the overload that they run and nothing else.
+"""torch functions that are called directly instead of the overload that they dispatch to.
 
-See NOTE [ Direct calls ] (csrc/record/callee.h).
-
-Each takes the arguments of the overload by position. Not here: what returns a list of tensors, which these functions
-make a tuple of, and what takes one.
+See NOTE [ Direct calls ] (csrc/record/callee.h). Each takes the overload's arguments by position. Operators that take
+or return a list of tensors are excluded: these functions return a tuple instead.
 """
 
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from actckpt._core import torch_private
 
 __all__ = ["FUNCTIONS", "tensor_positions"]
 
-#: Most arguments of an operator that is called so.
+#: Maximum number of arguments of a directly called operator.
 _MAX_ARGUMENTS = 64
 
 _METHODS = ("expand.default", "view.default")
@@ -30,21 +28,21 @@ _OTHERS = (
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    """Return them by the names of overloads; those that this torch has."""
-    found: dict[str, Callable[..., Any]] = {}
+    """Return the functions that this torch has, by overload name."""
+    functions: dict[str, Callable[..., Any]] = {}
     for name in _OTHERS:
         base = name.partition(".")[0]
-        owner = next((each for each in torch_private.builtin_functions if hasattr(each, base)), None)
+        owner = next((candidate for candidate in torch_private.builtin_functions if hasattr(candidate, base)), None)
         if owner is not None:
-            found[f"aten.{name}"] = getattr(owner, base)
-    return found | {f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0]) for name in _METHODS}
+            functions[f"aten.{name}"] = getattr(owner, base)
+    return functions | {f"aten.{name}": getattr(torch.Tensor, name.partition(".")[0]) for name in _METHODS}
 
 
-#: By the names of overloads.
+#: By overload name.
 FUNCTIONS = _functions()
 
 
 def tensor_positions(schema: Any) -> int:
-    """Return a bit for each argument of an operator that is a tensor."""
+    """Return a bit mask of the arguments that are tensors."""
     arguments = schema.arguments[:_MAX_ARGUMENTS]
     return sum(1 << place for place, argument in enumerate(arguments) if "Tensor" in str(argument.type))

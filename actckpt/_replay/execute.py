@@ -1,7 +1,7 @@
-"""Execute recorded steps again: what C++ (csrc/replay/execute.cpp) leaves to Python.
+"""The part of executing recorded steps that C++ (csrc/replay/execute.cpp) leaves to Python.
 
-That is operators that draw random numbers, that write, or that ran under other settings than those of now; and the
-words of errors.
+These are operators that draw random numbers, that write, or that ran under settings other than the current ones. Error
+messages are here too.
 """
 
 import threading
@@ -20,21 +20,21 @@ from actckpt.errors import ActckptError
 __all__ = ["lost_error", "other_bytes_error", "private_memory", "replay_specially"]
 
 
-#: Held while a replayed operator runs under settings of its own: two threads must not put back each other's.
+#: Held while a replayed operator runs under its own settings: two threads must not restore each other's.
 _lock = threading.RLock()
 
 
 def replay_specially(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """Call the operator of a step under the settings and with the random state of its forward (Rules 3 and 9).
+    """Call a step's operator with the settings and the random state of its forward (NOTE [ Replay ], Rules 3 and 7).
 
-    Called paused, below autograd, in the grad mode of its forward.
+    Called while paused, below autograd, in the grad mode of its forward.
     """
     with _settings_of(step):
         return _called_with_random_state(step, args, kwargs or {})
 
 
 def private_memory(value: Value, base: Tensor | None) -> Tensor:
-    """Return memory for a step to write to (Rule 1), with the bytes of `base`; None: all of it will be overwritten."""
+    """Return memory for a step to write to (Rule 1), with the bytes of `base`; None: the step overwrites all of it."""
     memory = torch.empty(0, dtype=torch.uint8, device=value.device)
     if base is None:
         return memory.set_(torch.empty(value.nbytes, dtype=torch.uint8, device=value.device).untyped_storage())
@@ -59,7 +59,7 @@ def _called_with_random_state(step: Step, args: tuple[Any, ...], kwargs: dict[st
 
 @contextmanager
 def _settings_of(step: Step) -> Iterator[None]:
-    """Run the body without autocast and function modes, under settings of old (Rule 9)."""
+    """Run the body without autocast and function modes, under the step's settings (Rule 7)."""
     with ExitStack() as stack:
         if torch_private.any_autocast_enabled():
             stack.enter_context(state.without_autocast())
@@ -72,18 +72,18 @@ def _settings_of(step: Step) -> Iterator[None]:
 
 
 def other_bytes_error(value: Value, result: Any) -> ActckptError:
-    """Say that a replayed operator returned something else than in forward."""
+    """Return the error for a replayed result whose geometry differs from the forward's."""
     operator = value.operator if value.step is None else value.step.operator
-    found = f"{result.untyped_storage().nbytes()} bytes" if isinstance(result, Tensor) else "no tensor"
+    actual = f"{result.untyped_storage().nbytes()} bytes" if isinstance(result, Tensor) else "no tensor"
     return ActckptError(
-        f"Replay made other bytes than the forward: a result of {operator.name} has {found}, and {value.nbytes} bytes "
+        f"Replay made other bytes than the forward: a result of {operator.name} has {actual}, and {value.nbytes} bytes "
         "were recorded.\nDoes the operator depend on a global setting that changed? Keep what it makes: add it to "
         "actckpt.configure(opaque=[...])."
     )
 
 
 def lost_error(value: Value) -> ActckptError:
-    """Say that nothing brings a value back."""
+    """Return the error for a value that can neither be loaded nor replayed."""
     return ActckptError(
         f"A saved tensor of {value.nbytes} bytes cannot be brought back: {value.why_opaque or 'its bytes are gone'}, "
         "and no recorded operator makes it.\nSomething that was not recorded (a compiled function, a raw kernel) "

@@ -1,4 +1,4 @@
-"""Where tensors lie on their storages: windows that refer to nothing, and what of the bytes they cover."""
+"""Tensor geometry on a storage: windows without a reference to it, and the bytes they cover."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -10,18 +10,18 @@ from actckpt._replay.lineage import Window
 
 __all__ = ["Dims", "Geometry", "covers_all", "dims_of", "is_dense"]
 
-#: Strides and sizes in elements of the dimensions with more than one of them, the largest stride first.
+#: Strides and sizes in elements of the dimensions of size above 1, largest stride first.
 Dims = list[tuple[int, int]]
 
 
 def dims_of(shape: Iterable[int], stride: Iterable[int]) -> Dims:
-    """Return the dimensions along which there is more than one element."""
+    """Return the dimensions of size above 1."""
     pairs = zip(stride, shape, strict=True)
     return sorted(((step, size) for step, size in pairs if size != 1), reverse=True)
 
 
 def is_dense(dims: Dims) -> bool:
-    """Whether elements follow each other, each once, without gaps."""
+    """Whether the elements are adjacent: no gaps, no repeats."""
     expected = 1
     for stride, size in reversed(dims):
         if stride != expected:
@@ -31,7 +31,7 @@ def is_dense(dims: Dims) -> bool:
 
 
 def covers_all(tensor: Tensor, nbytes: int) -> bool:
-    """Whether a tensor has every element of its storage once."""
+    """Whether a tensor covers every element of its storage exactly once."""
     has_all = tensor.numel() * tensor.element_size() == nbytes and tensor.storage_offset() == 0
     return has_all and is_dense(dims_of(tensor.shape, tensor.stride()))
 
@@ -57,12 +57,12 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of_bytes(cls, nbytes: int, tensor: Tensor) -> "Geometry":
-        """Return one of all `nbytes` of a storage, in the type of a tensor on it if that fits."""
+        """Return a window on all `nbytes` of a storage, in the dtype of a tensor on it if that divides them."""
         dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
         return cls(dtype, (nbytes // dtype.itemsize,), (1,), 0, False, False)
 
     def span(self) -> tuple[int, int]:
-        """Return the first byte, and the one after the last."""
+        """Return the first byte, and the byte after the last."""
         if 0 in self.shape:
             return 0, 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -79,7 +79,7 @@ class Geometry(NamedTuple):
         return False
 
     def covers(self, other: "Geometry") -> bool:
-        """Whether all elements of `other` are within this, which has no gaps there."""
+        """Whether all elements of `other` are within this window, which has no gaps there."""
         start, stop = self.span()
         first, last = other.span()
         has_no_gaps = is_dense(dims_of(self.shape, self.stride))

@@ -1,35 +1,36 @@
-"""Which operators lead to which bytes: the graph that a region records and replay walks.
+"""The graph that a region records and that replay walks: which operators make which bytes.
 
 NOTE [ Lineage ]
 
-A *value* is what a storage holds at one version. A *step* is one recorded call of an operator: it reads
-values and makes values. A tensor is a *window* on a value: dtype, shape, strides, offset, conj and neg bits.
-So views need no step of their own, and one replayed storage serves all of them.
+A *value* is the contents of a storage at one version. A *step* is one recorded operator call: it reads values and makes
+values. A tensor is a *window* on a value: dtype, shape, strides, offset, conj and neg bits. So views need no step, and
+one replayed storage serves all of them.
 
-References point from a saved tensor's handle to its value, from a value to the step that makes it, from a
-step to the values that it reads, and never the other way. What no handle leads to is therefore freed by
-reference counting alone: when a graph dies, and piece by piece while backward frees its nodes.
+References go from a saved tensor's handle to its value, from a value to the step that makes it, and from a step to the
+values that it reads. They never go the other way. So reference counting alone frees whatever no handle depends on: when
+a graph dies, and piece by piece while backward frees its nodes.
 
-A value whose bytes are *available* (`held`, `stored`, `cached`) needs no step. One that must not be computed again
-(kept, offloaded, opaque) has none, so nothing before it is kept alive on its account.
+A value whose bytes are *available* (`held`, `stored`, `cached`) needs no step. A value that must not be recomputed
+(kept, offloaded, opaque) has no step, so it keeps nothing before it alive.
 
 NOTE [ Needs ]
 
-A backward *asks* for a value that was dropped if a saved tensor on it was not unpacked in this backward yet, or if a
-value that it asks for, and that is not available, is made from it. What is replayed stays as long as it is asked for:
-so each step runs once, whatever the order of unpacking. Since no reference leads from a value to those that are made
-from it, the first replay of a backward walks once from all saved tensors of the region that are alive (a tape lists
-them, in the order of saving) and counts for each value how many others that must be replayed read it. From then on the
-counts are kept right: a value that becomes available, or that nobody asks for any more, reads nothing; one that is
-released too soon, for want of room, reads again. A saved tensor that dies was asked for no longer.
+A backward *needs* a dropped value in two cases. A saved tensor on the value was not unpacked in this backward yet. Or a
+needed value that is not available is made from it. A replayed value stays cached while it is needed, so each step runs
+once, in whatever order backward unpacks.
 
-When the backward ends, or fails, all that it had replayed is released at once. A value whose step is gone by then
+No reference leads from a value to the values made from it. So the first replay of a backward walks once from all live
+saved tensors of the region; the tape lists them in the order of saving. The walk counts, for each value, how many
+values that must be replayed read it. The counts are updated from then on. A value that becomes available or is no
+longer needed stops reading. A value that is evicted reads again. A saved tensor that dies is no longer needed.
+
+When the backward ends or fails, everything cached for it is released at once. A value whose step is gone by then
 (csrc/graph/suspended_steps.h) is held instead.
 
-The counts decide how long bytes stay and never what they are: another backward of the same region at the same time
-counts anew, and whoever misses something replays it.
+The counts affect only how long bytes stay, never what they are. Another backward of the same region, at the same time,
+counts anew. Whoever misses a value replays it.
 
-The classes are in C++ (csrc/graph/objects.h), since some are made at every operator; the counts in needs.h there.
+The classes are in C++ (csrc/graph/objects.h), since some are created for every operator. The counts are in needs.h.
 """
 
 from typing import Any
@@ -61,7 +62,7 @@ __all__ = [
 
 
 def blank_of(value: Value, why_opaque: str) -> Value:
-    """Return a value that stands for memory in the place of `value` whose bytes do not matter."""
+    """Return a placeholder for the memory of `value`, whose contents do not matter."""
     blank = Value(value.nbytes, value.device, value.ordinal)
     blank.action = value.action
     blank.why_opaque = why_opaque
@@ -69,12 +70,12 @@ def blank_of(value: Value, why_opaque: str) -> Value:
 
 
 def is_unread(value: Value) -> bool:
-    """Whether nothing that was recorded so far read the bytes of a value, and autograd did not save it."""
+    """Whether no recorded step has read a value so far, and autograd did not save it."""
     return value.num_reads == 0 and not value.was_saved
 
 
 def redirect(step: Step, old: Value, new: Value) -> None:
-    """Let a step read and write `new` where it was to read and write `old`; a value without a step is not read."""
+    """Make a step read and write `new` instead of `old`; a value without a step is not read."""
     step.inputs.remove(old)
     old.num_reads -= 1
     if new.step is not None:

@@ -1,10 +1,8 @@
-"""Which operators of a policy ran: a policy whose operators never run is silent otherwise.
+"""Which operators named by a policy ran: without this, a policy that matches nothing would do nothing, silently.
 
-NOTE [ Operators that a policy names ]
-
-Torch replaces many of the operators that programs call before a recorder sees them: `aten.linear` runs as `aten.addmm`.
-So the first step of a place in the program (a call site, or all blocks of one `apply`) is watched: up to its first
-opening after the graph of its first region is gone. Then the recorders of that place are the plain ones again.
+torch decomposes many operators before a recorder sees them: `aten.linear` runs as `aten.addmm`. So the first step of a
+call site (or of all blocks of one `apply`) is watched. Watching ends at the site's first opening after the graph of its
+first region is gone. Then the plain recorder is used again.
 """
 
 import weakref
@@ -18,14 +16,14 @@ from actckpt._text import operator_names
 
 __all__ = ["Matches"]
 
-#: In place of an operator: compiled code ran, and nobody sees its operators.
+#: Stands for the operators inside compiled code, which nobody sees.
 _COMPILED = None
-#: So many operators of a preset are named.
+#: Maximum number of operators listed for a preset.
 _MAX_NAMED = 4
 
 
 class Matches:
-    """The operators that the policy of one place in the program names, and those of them that ran there."""
+    """The operators that the policy of one call site names, and those that ran there."""
 
     __slots__ = ("_first", "_is_over", "_preset", "_table", "operators", "ran")
 
@@ -38,10 +36,10 @@ class Matches:
         self._preset = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Matches, ()  # a copy begins anew
+        return Matches, ()  # a copy starts empty
 
     def is_watching(self, choice: Choice) -> bool:
-        """Whether a region that opens is to be watched. Warns after the first step if nothing matched."""
+        """Whether to watch a region that opens. Warns after the first step if nothing matched."""
         if choice.operators != self.operators:
             self.operators, self.ran, self._first, self._is_over = choice.operators, set(), None, False
             self._table, self._preset = choice.table, choice.preset
@@ -58,7 +56,7 @@ class Matches:
             self.ran.add(named)
 
     def see(self, tape: Any, *, has_compiled: bool) -> None:
-        """Take notice of a tape that was watched, and of whether compiled code ran meanwhile."""
+        """Record a watched tape, and whether compiled code ran meanwhile."""
         if self._first is None:
             self._first = weakref.ref(tape)
         if self._table is not None:
@@ -72,7 +70,7 @@ class Matches:
             return
         self._is_over = True
         if self._table is not None:
-            self.ran |= self._table.matched  # in other places of the program, since
+            self.ran |= self._table.matched  # that ran elsewhere since
         if self.operators and not self.ran:
             warn_user(
                 f"{who} ran none of the {'places' if self._table else 'operators'} that its policy names in its first "
@@ -81,7 +79,7 @@ class Matches:
             )
 
     def idle(self) -> tuple[str, ...]:
-        """Return the operators that did not run, each with what runs in its place where that is known."""
+        """Return the operators that did not run, each with its decomposition where that is known."""
         if _COMPILED in self.ran:
             return ()
         if self._table is not None:
@@ -94,13 +92,13 @@ class Matches:
         packets: dict[Any, list[Any]] = {}
         for op in self.operators:
             packets.setdefault(getattr(op, "overloadpacket", op), []).append(op)
-        found: list[str] = []
+        names: list[str] = []
         for packet, ops in packets.items():
             if hasattr(packet, "overloads") and len(ops) == len(packet.overloads()):
-                found += [] if self.ran.intersection(ops) else [_explained(packet, ops[0])]
+                names += [] if self.ran.intersection(ops) else [_explained(packet, ops[0])]
             else:
-                found += [_explained(op, op) for op in ops if op not in self.ran]
-        return tuple(found)
+                names += [_explained(op, op) for op in ops if op not in self.ran]
+        return tuple(names)
 
 
 def _is_view(op: Any) -> bool:

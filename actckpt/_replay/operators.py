@@ -1,4 +1,4 @@
-"""What the recorder must know about an operator: looked up once in its schema, and in short tables."""
+"""Facts about operators that the recorder needs: read once from the schema, and from short tables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from actckpt._replay import direct
 
 __all__ = ["Operator", "is_collective", "operator_of"]
 
-#: They allocate and write nothing (Rule 4).
+#: Allocate without writing (NOTE [ Replay ], Rule 4).
 _UNINITIALISED = frozenset(
     {
         *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"),
@@ -20,10 +20,10 @@ _UNINITIALISED = frozenset(
     }
 )
 
-#: They read bytes that no tensor holds, and that others may change.
+#: Read bytes that no tensor holds, and that others may change.
 _READ_OUTSIDE = frozenset({"from_file"})
 
-#: They write every element of the tensor that they change, whatever it held.
+#: Write every element of the tensor that they change, whatever it held.
 _OVERWRITE = frozenset(
     {
         *("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_"),
@@ -31,13 +31,13 @@ _OVERWRITE = frozenset(
     }
 )
 
-#: They say that they write, and change no bytes.
+#: Declare a write in their schema but change no bytes.
 _WRITE_NOTHING = frozenset({"record_stream"})
 
-#: They change what a storage is, rather than what it holds: never executed again.
+#: Change a storage itself, not only its contents: never replayed.
 _RESHAPE_STORAGE = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
-#: Of these, the functional ones that replay can repeat: NOTE [ Repeated collectives ].
+#: Functional collectives that replay can repeat: NOTE [ Repeated collectives ].
 _REPEATABLE = frozenset(
     {
         *("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast"),
@@ -45,32 +45,30 @@ _REPEATABLE = frozenset(
     }
 )
 
-#: Operators that write to arguments without saying so in their schema: the positions of these
-#: arguments, and of the flag that switches the writing on, None where there is none (Rule 5).
+#: Operators that write to arguments without declaring it (Rule 5): the positions of these arguments, and of the flag
+#: that enables the write, None if there is none.
 _HIDDEN_WRITES: dict[str, tuple[tuple[int, ...], int | None]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
-    "aten::batch_norm": ((3, 4), 5),  # seen in inference mode only, like the next one
+    "aten::batch_norm": ((3, 4), 5),  # called in inference mode only, like the next one
     "aten::instance_norm": ((3, 4), 5),
     "aten::batch_norm_update_stats": ((1, 2), None),
     "aten::batch_norm_gather_stats": ((3, 4), None),
     "aten::batch_norm_gather_stats_with_counts": ((3, 4), None),
-    # Dropout between layers draws from a state of its own, which no generator has.
+    # Dropout between layers draws from cuDNN's own state, which no generator has.
     "aten::_cudnn_rnn": ((15,), 11),
     "aten::miopen_rnn": ((13,), 9),
 }
 
-#: Autograd saves the argument that they write to before they write: the name of that argument. What backward must see
-#: is what they wrote.
+#: Autograd saves an argument before these write to it: the name of that argument. Backward must see what they wrote.
 _SAVED_BEFORE_WRITTEN = {
     **dict.fromkeys(("aten::rrelu_with_noise", "aten::rrelu_with_noise_"), "noise"),
     **dict.fromkeys(("aten::_cudnn_rnn", "aten::miopen_rnn"), "dropout_state"),
 }
 
-#: How many of their first results audits compare, of all that do not have them all compared. The others are memory for
-#: their own backward, which they need not write fully, or seeds of a dropout that attention may be told not to have:
-#: equal calls leave different bytes there.
+#: How many of the first results audits compare, where not all. The remaining ones are workspaces for the operator's own
+#: backward, which it need not fill, or seeds of a disabled dropout. Equal calls leave different bytes there.
 _NUM_COMPARED = {
     **dict.fromkeys(
         (
@@ -91,7 +89,7 @@ _NUM_COMPARED = {
     "aten::_batch_norm_with_update": 3,
 }
 
-#: Of these, the ones that compute the same numbers without running statistics.
+#: Compute the same results without running statistics.
 _REPLAYED_WITHOUT_STATISTICS = frozenset(_HIDDEN_WRITES) - {
     *("aten::miopen_batch_norm", "aten::_cudnn_rnn", "aten::miopen_rnn")
 }
@@ -107,13 +105,13 @@ _NONDETERMINISTIC_ON_CUDA = frozenset(
     }
 )
 
-#: The same where an argument is true: its position. cuDNN runs transposed convolutions with algorithms of gradients.
+#: The same if the argument at this position is true. cuDNN runs transposed convolutions with gradient algorithms.
 _NONDETERMINISTIC_ON_CUDA_IF = {"convolution": 6}
 
 
-#: Operators that are nondeterministic on the CPU, and from how many threads on (Rule 5). Where indices name an element
-#: of the result twice, threads add to it with atomic operations, or the last one to write it wins. `linalg_lstsq` gives
-#: LAPACK memory that nobody wrote, for its pivots.
+#: Operators that are nondeterministic on the CPU, from this number of threads on (Rule 5). Where an index occurs twice,
+#: threads add with atomic operations, or the last writer wins. `linalg_lstsq` gives LAPACK uninitialised memory for its
+#: pivots.
 _NONDETERMINISTIC_ON_CPU = {
     **dict.fromkeys(
         (
@@ -126,18 +124,18 @@ _NONDETERMINISTIC_ON_CPU = {
 }
 
 
-#: By the names of arguments: integer tensors in them say where data goes (NOTE [ Routing ]).
+#: Argument names: integer tensors passed for them route data (`routing`).
 _INDICES = frozenset({"index", "indices", "lengths", "offs", "offsets", "target", "targets"})
 #: The same for masks.
 _SELECTED_BY_MASK = frozenset({"masked_select", "masked_scatter", "masked_scatter_"})
-#: Their indices are those of pooling.
+#: Take the indices of a pooling operator.
 _UNPOOLING = frozenset({"max_unpool2d", "max_unpool3d"})
-#: The sizes of what these return, or Python numbers, depend on what tensors hold.
+#: The sizes of the results, or Python numbers, depend on tensor contents.
 _DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 
 
 class HigherOrder:
-    """An operator whose arguments may be functions: not recorded (Rule 10 of NOTE [ Replay ])."""
+    """An operator whose arguments may be functions: not recorded (NOTE [ Replay ], Rule 8)."""
 
     direct = None
     is_recorded = False
@@ -196,20 +194,20 @@ class Operator:
         schema = func._schema
         namespace, _, base = schema.name.partition("::")
         self.func = func
-        #: What to call: the same, without a Python frame around it.
+        #: The overload, without a Python frame around it.
         self.callee = torch_private.callee_of(func)
         #: As in `torch.ops.<name>`.
         self.name = str(func)
-        #: What runs it in less time, None if nothing does, for arguments by position: see NOTE [ Direct calls ].
+        #: A faster callable for positional arguments, None if there is none: NOTE [ Direct calls ].
         self.direct = direct.FUNCTIONS.get(self.name)
-        #: A bit for each argument that is a tensor.
+        #: A bit mask of the arguments that are tensors.
         self.tensor_positions = direct.tensor_positions(schema)
         self._note_writes(schema, namespace, base)
         self._note_memory(schema, namespace, base)
         self._note_numbers(schema, namespace, base)
-        #: Positions and names of arguments that stay where they are indices, or sizes depend on them.
+        #: Positions and names of arguments that are kept if they are indices, or if sizes depend on them.
         self.routed_by = _routing_arguments(func)
-        #: Nothing needs a look at each call where what it makes stays: from which state it draws does not matter then.
+        #: No per-call check is needed if its results are kept: the state that it draws from does not matter then.
         self.is_plain_if_kept = not (
             self.written
             or self.written_names
@@ -222,67 +220,67 @@ class Operator:
             or self.nondeterministic_threads
             or self.reshapes_storage
         )
-        #: Nothing needs one.
+        #: No per-call check is needed.
         self.is_plain = self.is_plain_if_kept and not (self.is_random or self.is_foreign)
 
     def _note_writes(self, schema: Any, namespace: str, base: str) -> None:
-        """Take down what it writes to, and which results are no new bytes."""
+        """Set what it writes to, and which results are not new memory."""
         writes_nothing = namespace == "aten" and base in _WRITE_NOTHING
         writes = [
             (position, argument)
             for position, argument in enumerate(schema.arguments)
             if _is_write(argument) and not writes_nothing
         ]
-        #: Positions of arguments that it writes to, and the names of those that are keywords.
+        #: Positions of arguments that it writes to, and names of the keyword ones.
         self.written = tuple(position for position, argument in writes if not argument.kwarg_only)
         self.written_names = tuple(argument.name for _, argument in writes if argument.kwarg_only)
         returns_alias = any(result.alias_info is not None for result in schema.returns)
-        #: It makes no new bytes: what it returns are windows on its arguments.
+        #: Its results are views of its arguments.
         self.is_view = returns_alias and not writes and namespace == "aten"
-        #: How many results it returns that are no aliases of arguments, a list as one; and whether that is one tensor.
+        #: Number of results that are not aliases of arguments (a list is one), and whether that is one tensor.
         self.num_returned = sum(result.alias_info is None for result in schema.returns)
         self.makes_one = self.num_returned == 1 == len(schema.returns) and str(schema.returns[0].type) == "Tensor"
         self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
-        #: Below a dispatch mode torch does not count the version of what these change up.
+        #: Below a dispatch mode, torch does not increment the version of what these change.
         self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
         saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)
-        #: Position of the argument that autograd saves before this operator writes to it, -1: none.
+        #: Position of the argument that autograd saves before this operator writes to it; -1: none.
         self.saved_before_written = [a.name for a in schema.arguments].index(saved_name) if saved_name else -1
 
     def _note_memory(self, schema: Any, namespace: str, base: str) -> None:
-        """Take down what it does to memory besides writing results, and to other processes."""
+        """Set its effects on memory, besides writing results, and on other processes."""
         self.is_uninitialised = namespace == "aten" and base in _UNINITIALISED
         self.reads_outside = namespace == "aten" and base in _READ_OUTSIDE
         self.reshapes_storage = namespace == "aten" and base in _RESHAPE_STORAGE
-        #: Audits compare so many of its first results, None: all.
+        #: Audits compare this many of its first results; None: all.
         self.num_compared = _NUM_COMPARED.get(schema.name)
         self.is_collective = namespace in COLLECTIVE_NAMESPACES
         self.is_repeatable = namespace == "_c10d_functional" and base in _REPEATABLE
         if self.is_repeatable:
             self.callee = _waited(self.callee)
-        #: It does something besides what its schema says, and torch was told so.
+        #: It has a registered effect that its schema does not show.
         self.has_effects = torch_private.has_registered_effect(self.func)
 
     def _note_numbers(self, schema: Any, namespace: str, base: str) -> None:
-        """Take down what its results depend on besides its arguments."""
-        #: Not torch's own: may draw random numbers without saying so (Rule 3).
+        """Set what its results depend on besides its arguments."""
+        #: Not one of torch's own: may draw random numbers without declaring it (Rule 3).
         self.is_foreign = namespace not in ("aten", "prims", "prim") and namespace not in COLLECTIVE_NAMESPACES
         self.is_random = torch.Tag.nondeterministic_seeded in self.func.tags
         #: The keyword that takes a `torch.Generator`, None if there is none.
         self.generator_name = next((a.name for a in schema.arguments if a.name == "generator"), None)
-        #: Position of the argument without which it is deterministic, None if none makes it so.
+        #: Position of the argument that makes it nondeterministic if true, None if there is none.
         self.nondeterministic_flag = _NONDETERMINISTIC_ON_CUDA_IF.get(base) if namespace == "aten" else None
         self.is_nondeterministic_on_cuda = namespace == "aten" and (
             base in _NONDETERMINISTIC_ON_CUDA or self.nondeterministic_flag is not None
         )
-        #: Number of threads from which on it is nondeterministic on the CPU, 0: never.
+        #: Number of threads from which on it is nondeterministic on the CPU; 0: never.
         self.nondeterministic_threads = _NONDETERMINISTIC_ON_CPU.get(base, 0) if namespace == "aten" else 0
-        #: Each element of the result depends on one of each argument: not on how sums are formed (NOTE [ Settings ]).
+        #: Each result element depends on one element per argument, so not on reduction order (NOTE [ Settings ]).
         self.is_elementwise = not self.is_foreign and torch.Tag.pointwise in self.func.tags
 
     def writes_hidden(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Return the positions of arguments that this call writes to although its schema does not say so."""
+        """Return the positions of arguments that this call writes to without declaring it."""
         if self.hidden_writes is None:
             return ()
         positions, flag = self.hidden_writes
@@ -291,28 +289,28 @@ class Operator:
 
     @property
     def has_form_without_effect(self) -> bool:
-        """Whether `without_effect` can be executed again."""
+        """Whether the form that `without_effect` returns can be replayed."""
         return self.func._schema.name in _REPLAYED_WITHOUT_STATISTICS
 
     def without_effect(self, args: list[Any]) -> list[Any]:
-        """Return arguments with which it computes the same results and writes nothing but them."""
+        """Return arguments with which it computes the same results and writes only them."""
         assert self.hidden_writes is not None
         return [None if position in self.hidden_writes[0] else arg for position, arg in enumerate(args)]
 
 
 def _waited(callee: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls a collective again: its results must be there for the steps that read them."""
+    """Return a callable that runs a collective and waits: later steps read its results."""
     wait = torch_private.callee_of(torch.ops._c10d_functional.wait_tensor.default)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = callee(*args, **kwargs)
-        return wait(result) if isinstance(result, Tensor) else [wait(each) for each in result]
+        return wait(result) if isinstance(result, Tensor) else [wait(tensor) for tensor in result]
 
     return call
 
 
 def is_collective(name: str) -> bool:
-    """Whether an operator of a name, as in `torch.ops`, talks to other processes."""
+    """Whether an operator, named as in `torch.ops`, communicates with other processes."""
     return name.partition(".")[0] in COLLECTIVE_NAMESPACES
 
 
@@ -321,7 +319,7 @@ def _is_write(argument: Any) -> bool:
 
 
 def _routing_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return positions and names of the arguments that say where data goes, or how much of it."""
+    """Return positions and names of the arguments that route data or determine its size."""
     _, _, base = func._schema.name.partition("::")
     if base in _UNPOOLING:
         return ()
@@ -331,7 +329,7 @@ def _routing_arguments(func: Any) -> tuple[tuple[int, str], ...]:
         if "Tensor" in str(argument.type) and not _is_write(argument)
     ]
     routing = _INDICES | {"mask"} if base in _SELECTED_BY_MASK else _INDICES
-    named = tuple(found for found in tensors if found[1] in routing)
+    named = tuple(candidate for candidate in tensors if candidate[1] in routing)
     return named or (tuple(tensors) if _DATA_DEPENDENT.intersection(func.tags) else ())
 
 
@@ -343,8 +341,8 @@ _known: dict[Any, Operator | HigherOrder] = {}
 
 
 def operator_of(func: Any) -> Operator | HigherOrder:
-    """Return what is known about an overload, or about what is called like one."""
-    found = _known.get(func)
-    if found is None:
-        found = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
-    return found
+    """Return the facts about an overload, or about another callable that is dispatched like one."""
+    operator = _known.get(func)
+    if operator is None:
+        operator = _known[func] = (Operator if isinstance(func, torch._ops.OpOverload) else HigherOrder)(func)
+    return operator

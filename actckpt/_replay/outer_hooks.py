@@ -1,22 +1,23 @@
-"""What the hooks around a region hold for it, as autograd saved it.
+"""What the hooks around a region hold for it.
 
 NOTE [ Hooks outside ]
 
-Rule 1. What a region must hold it hands to the hooks that were active where it was opened (Rule 11 of NOTE [ Replay ]),
-        in the shapes that autograd saved: of several tensors cut from one storage, those that no other one contains.
-        Where replay reads bytes beyond them, the tensor that the region was given goes instead, or all of its storage.
-Rule 2. An input that is a leaf goes as the very object. All else goes as an alias: a hook that holds an output would
-        keep its own graph alive.
-Rule 3. Hooks may give back other bytes (bfloat16 and back) and other strides. Saved tensors are what they gave, and
-        replay begins from it. So a checksum of what they were handed tells whether the region can be audited at all.
-Rule 4. Each backward unpacks each of them once, as torch's checkpoint demands.
-Rule 5. What is handed out, and in which order, does not depend on which of several inputs on one storage is a view of
-        which: in a rerun around the region they may no longer be, and it takes what it finds in the same places.
-Rule 6. Where names of modules decide, and the hooks are those of a checkpoint, an empty tensor goes first whose size
-        stands for the values that stay: one that is named otherwise in its rerun (a part of the model was called alone
-        in between) may keep others of the same shapes, which would take their places. So the checkpoint raises.
-Rule 7. In a checkpoint, a leaf that requires grad is not handed out, unless it is a positional argument, which torch's
-        checkpoint hands out too. Autograd's graph holds it: `get_all_leaves` says what follows, and of which hooks.
+A region inside other saved-tensor hooks passes them the tensors that it must hold (NOTE [ Replay ], Rule 9).
+
+Rule 1. It packs the shapes that autograd saved: of several tensors on one storage, those that no other one contains.
+If replay reads more bytes, it packs the tensor that the region got, or the whole storage.
+Rule 2. A leaf input is packed as the same object. Everything else is packed as an alias: a hook that holds an output
+would keep its own graph alive.
+Rule 3. Hooks may return other bytes (a bfloat16 round trip) and other strides. Replay starts from what they return. A
+checksum of the packed tensor tells whether the region can be audited at all.
+Rule 4. Each backward unpacks each tensor once, as torch's checkpoint requires.
+Rule 5. What is packed, and in which order, must not depend on which of several inputs is a view of which. A rerun
+around the region matches tensors by position, and its inputs may be related differently.
+Rule 6. If decisions depend on module names and the hooks belong to a checkpoint, an empty tensor is packed first. Its
+size encodes which values stay. If names differ in the rerun (part of the model was called alone in between), the region
+may keep other values of the same shapes. The size then differs, so the checkpoint raises.
+Rule 7. In a checkpoint, a leaf that requires grad is packed only if it is a positional argument, as torch's checkpoint
+does. Autograd's graph holds the others. `get_all_leaves` lists them and explains which hooks this concerns.
 """
 
 import weakref
@@ -43,19 +44,19 @@ _TOKEN_BITS = 40
 
 
 class Reads:
-    """What the steps that lead to dropped values read of one storage."""
+    """What the steps behind dropped values read of one storage."""
 
     __slots__ = ("needs_all", "windows")
 
     def __init__(self) -> None:
         self.windows: dict[Geometry, None] = {}
-        #: A step writes to a copy of it.
+        #: A step writes to a copy of the storage.
         self.needs_all = False
 
 
 def reads_of(tape: Tape) -> dict[Value, Reads]:
-    """Return what will be read of values that are available as the region closes."""
-    found: dict[Value, Reads] = {}
+    """Return what replay will read of values that are available when the region closes."""
+    by_value: dict[Value, Reads] = {}
     seen: set[Value] = set()
     pending = [value for value in (reference() for reference in tape.saved) if value is not None and value.is_wanted()]
     while pending:
@@ -65,11 +66,11 @@ def reads_of(tape: Tape) -> dict[Value, Reads]:
         seen.add(value)
         step = value.step
         for window in _windows_in([step.args, *(step.kwargs or {}).values()]):
-            reads = found.setdefault(window.value, Reads())
+            reads = by_value.setdefault(window.value, Reads())
             reads.windows[Geometry.of(window)] = None
             reads.needs_all |= window.value in step.written
         pending.extend(step.inputs)
-    return found
+    return by_value
 
 
 def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
@@ -80,19 +81,19 @@ def _windows_in(arguments: Iterable[Any]) -> Iterator[Window]:
             yield from _windows_in(argument)
 
 
-def _pieces(value: Value, reads: Reads, given: Tensor) -> list[Geometry]:
-    """Return in which pieces to hand out the bytes of a value (Rule 1)."""
-    whole, every = Geometry.of_tensor(given), Geometry.of_bytes(value.nbytes, given)
+def _pieces(value: Value, reads: Reads, tensor: Tensor) -> list[Geometry]:
+    """Return the pieces in which to pack the bytes of a value (Rule 1)."""
+    whole, every = Geometry.of_tensor(tensor), Geometry.of_bytes(value.nbytes, tensor)
     if value.is_input:
         whole = _in_order(whole)
-    found = list(dict.fromkeys(Geometry.of(window) for window in value.windows()))
+    pieces = list(dict.fromkeys(Geometry.of(window) for window in value.windows()))
     needed = [*reads.windows, every] if reads.needs_all else list(reads.windows)
     missing = [
-        window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in found)
+        window for window in needed if not any(piece.covers(window) and not piece.has_overlaps() for piece in pieces)
     ]
-    if missing or not found:
-        found.append(whole if all(whole.covers(window) for window in missing) else every)
-    ranked = sorted(found, key=lambda piece: piece != _in_order(piece))
+    if missing or not pieces:
+        pieces.append(whole if all(whole.covers(window) for window in missing) else every)
+    ranked = sorted(pieces, key=lambda piece: piece != _in_order(piece))
     return [
         piece
         for i, piece in enumerate(ranked)
@@ -109,7 +110,7 @@ def _in_order(geometry: Geometry) -> Geometry:
 
 
 def pack_outer_token(tape: Tape, values: Iterable[Value]) -> None:
-    """Hand out what stands for values that stay, where they may be others in a rerun (Rule 6)."""
+    """Pack an empty tensor that encodes which values stay, where a rerun may keep others (Rule 6)."""
     if tape.outer is None or not is_of_checkpoint(tape.outer):
         return
     if not tape.choice.asks_places and not tape.opaque_names:
@@ -124,18 +125,18 @@ def pack_outer_token(tape: Tape, values: Iterable[Value]) -> None:
 class _Piece(NamedTuple):
     geometry: Geometry
     packed: Any
-    #: Of what was packed, None: nobody will ask.
+    #: Checksum of the packed tensor, None: not audited.
     checksum: Tensor | None
 
 
 def pack_outer(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "OuterPacked":
-    """Hand the bytes of a value to the hooks outside.
+    """Pass the bytes of a value to the outer hooks.
 
     Args:
         tape: of a region that has just closed.
-        value: what is handed out.
-        given: the tensor on its bytes that the region was given, or kept.
-        reads: what dropped values are replayed from of it.
+        value: the value to pack.
+        given: the tensor on its bytes that the region got or kept.
+        reads: what dropped values are replayed from it.
     """
     assert tape.outer is not None
     pack, unpack = tape.outer
@@ -152,7 +153,8 @@ def pack_outer(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> 
 
 
 class OuterPacked:
-    """Bytes of one value that the hooks outside hold. Call it for a tensor on a storage with all that is needed."""
+    """Bytes of one value that the outer hooks hold. A call returns a tensor on a storage with all bytes that are
+    needed."""
 
     __slots__ = ("__weakref__", "_base", "_found", "_nbytes", "_pieces", "_site", "_task", "_unpack")
 
@@ -163,15 +165,15 @@ class OuterPacked:
         self._nbytes = nbytes
         self._unpack = unpack
         self._site = site
-        #: What the backward `task` has unpacked (Rule 4), by piece, and put together.
+        #: Pieces that backward `task` has unpacked (Rule 4), and the assembled tensor.
         self._task = -1
         self._found: dict[int, Tensor] = {}
         self._base: Tensor | None = None
 
     def piece(self, window: Window) -> Tensor | None:
-        """Return a saved tensor as the hooks gave it, None: it is within the bytes that a call returns.
+        """Return a saved tensor as the hooks returned it; None: it lies within the bytes that a call returns.
 
-        May run code of the user again, so not to be called paused.
+        May run user code again, so the caller must not be paused.
         """
         self._begin()
         geometry = Geometry.of(window)
@@ -180,7 +182,7 @@ class OuterPacked:
         return next((self._take(i) for i, piece in enumerate(self._pieces) if piece.geometry == geometry), None)
 
     def __call__(self) -> Tensor:
-        """Return a tensor on the bytes. May run code of the user again, so not to be called paused."""
+        """Return a tensor on the bytes. May run user code again, so the caller must not be paused."""
         self._begin()
         if self._base is not None:
             return self._base
@@ -232,13 +234,13 @@ class OuterPacked:
         return memory
 
     def forget(self, task: int) -> None:
-        """Forget what the backward `task` unpacked."""
+        """Drop what backward `task` unpacked."""
         if self._task == task:
             self._found, self._base = {}, None
 
 
 def saved_piece(stored: object, window: Window) -> Tensor | None:
-    """Return a saved tensor that the hooks around its region hold, None where its bytes are elsewhere."""
+    """Return a saved tensor that the outer hooks hold, None if its bytes are elsewhere."""
     return stored.piece(window) if isinstance(stored, OuterPacked) else None
 
 

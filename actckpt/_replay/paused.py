@@ -1,4 +1,4 @@
-"""Working on tensors while every recorder of this thread stands aside."""
+"""Work on tensors while every recorder of this thread is paused."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ __all__ = ["Paused", "whole"]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return an alias of all elements of the storage of `tensor`, with its version counter."""
+    """Return an alias of the whole storage of `tensor`, with its version counter."""
     alias = tensor.detach()
     if alias.is_conj() or alias.is_neg() or alias.untyped_storage().nbytes() % alias.element_size():
         return torch.empty(0, dtype=torch.uint8, device=alias.device).set_(alias.untyped_storage())

@@ -1,45 +1,40 @@
-"""The recorder: notes each operator of a region's forward once, as steps and values.
+"""The recorder: records each operator of a region's forward once, as steps and values.
 
 NOTE [ Replay ]
 
-Each rule answers a way in which a simpler scheme gave silently wrong gradients.
+Each rule prevents silently wrong gradients.
 
-Rule 1.  Versions. An operator in place makes a new value of a storage; written arguments include lists of tensors.
-         A replayed one works on a private copy while an older value is still needed. Before a recorded operator
-         overwrites bytes that only the storage holds (inputs, kept, opaque) and that a saved value needs, they are
-         copied (`copied_on_write_bytes`). What is made in place from a kept value inherits its action.
-Rule 2.  Identity. Aliases are recognised by the identity of their storage under a weak reference, not by schema
-         (`_unsafe_view` returns one without saying so) and not by address (addresses are used again).
-Rule 3.  Randomness. The states of the generators are captured before a random operator and used for its replay: in a
-         private generator where the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An
-         operator that is not torch's own is random if it moved a default generator.
-Rule 4.  Opaque values. Bytes that no recorded operator made are never replayed: outputs of raw kernels, memory that
-         no recorded operator has written as a whole (buffers of `torch.empty` that are filled piece by piece), what
-         compiled code returns, storages that cannot be read (sparse, nested) and what is made from them or from
-         inference tensors, which have no version counter; what is made below dispatch modes that may change it
-         (NOTE [ Modes ]).
-Rule 5.  Effects. Collectives, operators that write to arguments behind their schema's back or have an effect that
-         torch was told of, and operators that are nondeterministic (on CUDA; on the CPU, most with several threads) are
-         not executed again, or only in a form without the effect. Collectives that a policy names are: see
-        NOTE [ Repeated collectives ] in `collectives`.
-Rule 6.  Audit. See `audit`.
-Rule 7.  Outside changes. If replay needs bytes that changed after the region closed, unpack raises. The aliases that
-         tell are made outside of the dispatch handler: inside, `detach()` does not share the version counter.
-         State that the region itself wrote in place (buffers of `spectral_norm`, moving averages) changes again in
-         its next call: dropped values are replayed from a copy, made when the region closes.
-Rule 8.  Outside storages. Before replay reads a storage from outside, its size must be the recorded one.
-Rule 9.  State. Replay runs without grad and autocast, with every recorder suspended (`paused`), each operator under the
-         settings that it had in forward (NOTE [ Settings ]). A tensor that
-         unpack returned while the region is open is known to the region as what it is.
-Rule 10. Compile. Operators inside of compiled code are not recorded: kernels that no dispatcher sees write to the same
-         memory in between. What it returns and saves is opaque. A function of which that is much runs again, from its
-         next call on. Higher-order operators are let through. Before torch 2.10 it runs uncompiled in a region, and is
-         recorded: so it does below any dispatch mode there, those of torch's selective checkpoint included.
-Rule 11. Nesting. A region inside another one, with no other hooks in between, records for it, with its own policy.
-         Else what it must hold goes through the hooks outside when it closes, in the order of birth: see `outside`.
-Rule 12. Caching. Replayed values that this backward asks for again stay until it has, or ends: NOTE [ Needs ] in
-         `lineage`, and within a window of bytes: NOTE [ Windows ] in `windows`.
-Rule 13. Order. See `schedule`.
+Rule 1. Versions. An in-place operator makes a new value of a storage. Its replay works on a private copy while an older
+value is still needed. A recorded operator may overwrite bytes that only the storage holds (inputs, kept, opaque). If a
+saved value needs them, they are copied first (`copied_on_write_bytes`). A value made in place from a kept value
+inherits its action.
+Rule 2. Identity. Aliases are recognised by the identity of their storage under a weak reference. Schemas do not suffice
+(`_unsafe_view` returns an undeclared alias), nor do addresses (they are reused).
+Rule 3. Randomness. Generator states are captured before a random operator and used for its replay: in a private
+generator if the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An operator that is not
+torch's own is random if it moved a default generator.
+Rule 4. Opaque values. Bytes that no recorded operator made are never replayed. These are outputs of raw kernels and of
+compiled code; memory that no single recorded operator has filled (buffers of `torch.empty` filled piece by piece);
+storages that cannot be read (sparse, nested), and what is made from them; what is made from inference tensors, which
+have no version counter; and what is made below dispatch modes that may change results (NOTE [ Modes ]).
+Rule 5. Effects. Some operators are replayed never, or only in a form without the effect: collectives, operators with
+undeclared writes or registered effects, and nondeterministic operators (on CUDA; on the CPU mostly with several
+threads). Collectives that a policy names are replayed: NOTE [ Repeated collectives ].
+Rule 6. Changes after closing. If replay needs bytes that changed after the region closed, unpack raises. An external
+storage must also have its recorded size. The aliases that count changes are made outside of the dispatch handler:
+inside it, `detach()` does not share the version counter. State that the region itself writes in place (buffers of
+`spectral_norm`, moving averages) changes again in its next call. Dropped values are replayed from a copy of such state,
+made when the region closes.
+Rule 7. Settings. Replay runs without grad mode and autocast, with every recorder paused. Each operator runs under the
+settings of its forward (NOTE [ Settings ]). A tensor that unpack returns while the region is open keeps its identity as
+a recorded value.
+Rule 8. Compile. Operators inside compiled code are not recorded: kernels that no dispatcher sees write to the same
+memory in between. What compiled code returns and saves is opaque. If that is a large part of a function, the function
+reruns instead, from its next call on. Higher-order operators are not recorded either. Before torch 2.10, compiled code
+runs uncompiled below any dispatch mode, and is recorded.
+Rule 9. Nesting. A region inside another one, with no other hooks in between, records on the outer tape, with its own
+policy. Otherwise, when it closes, it packs what it must hold into the outer hooks, in the order in which the values
+were made: NOTE [ Hooks outside ].
 """
 
 import weakref
@@ -63,9 +58,9 @@ from actckpt.action import Action
 
 __all__ = ["Recorder", "WatchingRecorder", "record_special"]
 
-#: Of what stands for bytes that a step does not read.
+#: Why-opaque text of placeholders for bytes that a step does not read.
 _OVERWRITTEN = "overwritten"
-#: Why what an empty factory returned is opaque, until one operator has written all of it.
+#: Why the result of an empty factory is opaque, until one operator has written all of it.
 _UNINITIALISED = "uninitialised memory"
 
 
@@ -80,7 +75,7 @@ class Recorder(ObservingMode):
 
 
 class WatchingRecorder(Recorder):
-    """A recorder that notes which operators of a policy run. See NOTE [ Operators that a policy names ]."""
+    """A recorder that notes which operators of a policy run; see `named_operators`."""
 
     def __init__(self, matches: Matches) -> None:
         super().__init__()
@@ -91,14 +86,14 @@ class WatchingRecorder(Recorder):
         return _C.torch_dispatch(self, func, types, args, kwargs)
 
 
-# Torch wraps the handlers of a class body so that the compiler does not look into them; this one is native.
+# torch wraps the handlers of a class body so that the compiler skips them; this one is native.
 setattr(Recorder, "__torch_dispatch__", _C.torch_dispatch)  # noqa: B010 - mypy takes it for a method
 
 
 def record_special(
     tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None, action: Action | None
 ) -> Any:
-    """Record an operator that writes, draws, allocates or communicates; `action`: None where results have their own."""
+    """Record an operator that writes, draws, allocates or communicates; `action` None: each result has its own."""
     choice, kwargs = tape.choice, kwargs or {}
     inputs: list[Value] = []
     num_unversioned_args = tape.num_unversioned_args
@@ -141,7 +136,7 @@ def record_special(
 def _called(
     tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any], overwritten: list[Tensor]
 ) -> Any:
-    """Run an operator; where it fails, some of what it was to overwrite may be."""
+    """Run an operator. If it fails, what it was to overwrite may be partly overwritten."""
     try:
         return operator.func(*args, **kwargs)
     except BaseException:
@@ -151,47 +146,47 @@ def _called(
 
 
 def _values_in(args: Any) -> list[Value]:
-    found = []
+    values = []
     for arg in args:
         if isinstance(arg, Window):
-            found.append(arg.value)
+            values.append(arg.value)
         elif isinstance(arg, list):
-            found.extend(_values_in(arg))
-    return found
+            values.extend(_values_in(arg))
+    return values
 
 
 def _tensors_in(args: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            found.append(arg)
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            found.extend(_tensors_in(arg))
-    return found
+            tensors.extend(_tensors_in(arg))
+    return tensors
 
 
 def _written_tensors(operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a call says it writes to."""
+    """Return the tensors that a call declares it writes to."""
     places = [args[position] for position in operator.written if position < len(args)]
     return _tensors_in([*places, *(kwargs.get(name) for name in operator.written_names)])
 
 
 def _hidden_tensors(operator: Operator, args: tuple[Any, ...], has_written: bool) -> list[Tensor]:
-    """Return the tensors that a call writes to without saying so (Rule 5)."""
+    """Return the tensors that a call writes to without declaring it (Rule 5)."""
     if operator.is_collective and not has_written:
         return [] if operator.name.startswith("_c10d_functional") else _tensors_in(args)
     return [args[position] for position in operator.writes_hidden(args)]
 
 
 def _why_never(tape: Tape, operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
-    """Return why what a call makes must not be replayed, whatever the policy says, or an empty text."""
+    """Return why a call's results must not be replayed, whatever the policy says; empty if they may be."""
     if operator.is_repeatable and collectives.is_named(tape, operator):
         return ""
     return _why_opaque(operator, args, has_hidden_writes)
 
 
 def _why_opaque(operator: Operator, args: tuple[Any, ...], has_hidden_writes: bool) -> str:
-    """Return why what a call makes must not be replayed, or an empty text."""
+    """Return why a call's results must not be replayed; empty if they may be."""
     if operator.is_uninitialised:
         return _UNINITIALISED
     if operator.is_collective:
@@ -226,25 +221,25 @@ def _is_nondeterministic_on_cpu(operator: Operator, args: tuple[Any, ...]) -> bo
 
 
 def _begin_random(tape: Tape, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Capture the generators that a call may draw from (Rule 3); returns them if it is not known that it does."""
+    """Capture the generators that a call may draw from (Rule 3); returns them if it is unknown whether it does."""
     operator = step.operator
     if not (operator.is_random or operator.is_foreign) or devices.is_capturing():
         return None
-    found = [tensor.device for tensor in _tensors_in(args)]
+    of_devices = [tensor.device for tensor in _tensors_in(args)]
     if kwargs.get("device") is not None:
-        found.append(torch.device(kwargs["device"]))
+        of_devices.append(torch.device(kwargs["device"]))
     explicit = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Generator)]
     if explicit:
         step.random = explicit[0].device, explicit[0].get_state()
         return None
-    found = [device for device in found if device.type not in ("cpu", "meta")]
-    generators = random_state.generators_of_devices(found)
+    of_devices = [device for device in of_devices if device.type not in ("cpu", "meta")]
+    generators = random_state.generators_of_devices(of_devices)
     own = generators[-1]
     if operator.generator_name is not None and isinstance(own, torch.Generator):
         step.random = own.device, own.get_state()
         return None
-    if operator.is_foreign:  # may send what it was given to another device
-        generators = random_state.generators_of_region(found)
+    if operator.is_foreign:  # may pass its arguments to another device
+        generators = random_state.generators_of_region(of_devices)
     step.random = random_state.capture(generators)
     tape.swap = _C.current_swap()
     return (generators, [generator.get_state() for generator in generators]) if not operator.is_random else None
@@ -255,7 +250,7 @@ def _has_moved(generators: Any) -> bool:
 
 
 def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> Any:
-    """Take from its value the handle under which autograd saved, for this call, what the call will write to."""
+    """Take from its value the handle under which autograd saved an argument that this call writes to."""
     position = operator.saved_before_written
     if position < 0 or args[position] is None or not torch.is_grad_enabled():
         return None
@@ -266,7 +261,7 @@ def _saved_too_early(tape: Tape, operator: Operator, args: tuple[Any, ...]) -> A
 
 
 def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
-    """Prepare for an overwrite: save what it destroys where that is needed (Rule 1)."""
+    """Prepare for an overwrite: copy what it destroys if that is needed (Rule 1)."""
     value = tape.value_of(tensor)
     if value is None:
         return None
@@ -284,21 +279,21 @@ def _begin_write(tape: Tape, step: Step | None, tensor: Tensor) -> Value | None:
 def _end_write(
     tape: Tape, step: Step | None, tensor: Tensor, old: Value | None, action: Action | None, why_opaque: str
 ) -> None:
-    """Give the storage of a tensor that was written to its new value."""
+    """Assign the new value of a written tensor to its storage."""
     storage = _C.strided_storage_of(tensor)
     if storage is None:
         return
     nbytes = storage.nbytes()
     known = tape.storages.get(id(storage))
     if known is None or known.storage() is not storage:
-        unknown = tape.value_of(tensor)  # `set_` gave it a storage that we do not know: an input of the region
+        unknown = tape.value_of(tensor)  # `set_` gave it an unknown storage: an input of the region
         assert unknown is not None
-        unknown.version = -1  # counted up after this handler returns
+        unknown.version = -1  # incremented after this handler returns
         return
     if step is not None and step.operator.reshapes_storage and known.value is not old:
-        return  # `set_` gave it one that we know, in which it wrote nothing
+        return  # `set_` gave it a known storage, and wrote nothing
     if known.value.step is step and step is not None:
-        return  # two written arguments on one storage
+        return  # two written arguments share one storage
     value = tape.new_value(nbytes, tensor.device)
     if old is not None and old.action not in (None, Action.RECOMPUTE):
         action = old.action
@@ -310,7 +305,7 @@ def _end_write(
     place = step.written.index(old) if step is not None and old is not None else 0
     operator = None if step is None else step.operator
     add_value(tape, value, step, operator, place, tensor, action, why_opaque)
-    value.version = -1  # counted up after this handler returns
+    value.version = -1  # incremented after this handler returns
     if is_unread(known.value):
         known.value.held = None
     _note_written_state(tape, known.value, value, tensor)
@@ -318,7 +313,7 @@ def _end_write(
 
 
 def _note_written_state(tape: Tape, old: Value, new: Value, tensor: Tensor) -> None:
-    """Note what an operator wrote in place to state from outside (Rule 7)."""
+    """Record an in-place write to external state (Rule 6)."""
     is_first = old.is_input and not old.is_parameter and not tensor.requires_grad
     if not is_first and (tape.written_state is None or old not in tape.written_state):
         return

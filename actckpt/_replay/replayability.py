@@ -1,4 +1,4 @@
-"""What saved values are replayed from, and whether they can be: answered for thousands of values in linear time."""
+"""What saved values are replayed from, and whether they can be; linear time for thousands of values."""
 
 import weakref
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ __all__ = ["Needed", "Obtainable"]
 
 
 class Needed:
-    """Which values saved ones are replayed from.
+    """Which values the saved ones are replayed from.
 
-    Each value is visited once, in the order of saving, and remembers the first saved value that leads to it. What
-    leads nowhere now does not later, since a value never gets another step; what led somewhere may do so no longer,
-    and is looked at again, from that saved value: most often it is near.
+    Each value is visited once, in the order of saving. It remembers the first saved value that depends on it. A value
+    that no saved value depends on now stays so, since values never get another step. The dependency of the others may
+    end, so `has` checks it again, starting from the remembered saved value: most often it is near.
     """
 
     __slots__ = ("_num_walked", "_saved", "_through")
@@ -21,7 +21,7 @@ class Needed:
     def __init__(self, saved: Sequence[weakref.ref[Value]]) -> None:
         self._saved = saved
         self._num_walked = 0
-        #: A saved value for each value that one is replayed from, itself included.
+        #: For each value that is replayed from, a saved value that depends on it; saved values map to themselves.
         self._through: weakref.WeakKeyDictionary[Value, weakref.ref[Value]] = weakref.WeakKeyDictionary()
 
     def has(self, value: Value) -> bool:
@@ -64,21 +64,21 @@ def _leads_to(saved: Value | None, value: Value) -> bool:
 
 
 class Obtainable:
-    """Which values can be brought back as things stand, although others were lost."""
+    """Which values can still be restored after others were lost."""
 
     __slots__ = ("_found",)
 
     def __init__(self) -> None:
-        #: Values found to be obtainable, and all that they are made from.
+        #: Values known to be obtainable, with everything that they are made from.
         self._found: weakref.WeakSet[Value] = weakref.WeakSet()
 
     def lose(self, value: Value) -> None:
-        """Note that the bytes of `value` are gone, and that nothing makes them again."""
+        """Record that the bytes of `value` are gone and cannot be made again."""
         if value in self._found:
             self._found.clear()
 
     def has(self, value: Value) -> bool:
-        """Whether the bytes are available, or can be replayed from what is."""
+        """Whether the bytes are available, or can be replayed from available bytes."""
         seen: set[Value] = set()
         lasts = True
         pending = [value]
@@ -89,7 +89,7 @@ class Obtainable:
             seen.add(current)
             if current.held is not None or current.stored is not None:
                 continue
-            if current.cached is not None:  # until its backward ends
+            if current.cached is not None:  # only until its backward ends
                 lasts = False
             elif current.step is None:
                 return False

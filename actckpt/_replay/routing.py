@@ -1,19 +1,15 @@
-"""Values that decide where data goes, or how much of it there is: they stay.
+"""Values that route data, or determine how much of it there is, are kept.
 
-NOTE [ Routing ]
+Replay reproduces the forward's bits if everything that the operator reads has the same bits. If one bit differs (atomic
+additions, another kernel choice), a result usually differs by as little. But if a token goes to another expert, the
+result belongs to another function, and shapes may not fit.
 
-A replay gives the bits of the forward as long as everything that the operator reads has them. Where one bit differs (a
-sum formed with atomic operations, a kernel that another library chose anew) the result differs by as much, and so do
-gradients. But where a token goes to another expert, they are those of another function, and shapes need not fit.
-
-Rule 1. An integer or a boolean tensor that is an index of `gather`, `scatter`, `index`, `index_put` or the like, that
-        names the groups of a grouped product or the classes of a loss, or on which the size of a result depends
-        (`nonzero`, `masked_select`, `item`), is never replayed: its bytes are held from then on, as long as something
-        needs them. So are those of the integers and masks that it was made of, back to the first tensors of real
-        numbers, where they are alive.
-Rule 2. Masks that choose among values (`where`, `masked_fill`) and the indices of pooling route nothing. They differ
-        where the values do.
-Rule 3. Where an entry of a policy has the value's place, operator or name, and says recompute, it is replayed.
+- A routing tensor is never replayed; its bytes are held while something needs them. Routing tensors are integers or
+  booleans that are indices of `gather`, `scatter`, `index`, `index_put` and the like, the groups of a grouped product,
+  the classes of a loss, or that determine the size of a result (`nonzero`, `masked_select`, `item`). Live integers and
+  masks that they were made from are held too, back to the first floating-point tensors.
+- Masks that select values (`where`, `masked_fill`) and pooling indices do not route.
+- If a policy entry names the value's place or operator and says recompute, it is replayed.
 """
 
 from typing import Any
@@ -30,21 +26,21 @@ __all__ = ["hold_indices"]
 
 
 def _can_route(tensor: Tensor) -> bool:
-    """Whether a tensor holds integers or a mask."""
+    """Whether a tensor holds integers or booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def hold_indices(tape: Tape, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-    """Hold what an operator that is about to run finds its way by."""
+    """Hold the routing tensors of an operator that is about to run."""
     for position, name in operator.routed_by:
-        given = args[position] if position < len(args) else (kwargs or {}).get(name)
-        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+        argument = args[position] if position < len(args) else (kwargs or {}).get(name)
+        for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(tensor, Tensor):
                 _hold(tape, tensor)
 
 
 def _hold(tape: Tape, tensor: Tensor) -> None:
-    """Hold the value of a tensor, and the integers and masks that led to it and are still there (Rule 1)."""
+    """Hold the value of a tensor, and the live integers and masks that it was made from."""
     pending = [tensor]
     while pending:
         tensor = pending.pop()
@@ -52,13 +48,13 @@ def _hold(tape: Tape, tensor: Tensor) -> None:
         if value is None or value.is_input or not _can_route(tensor) or _is_named(tape, value):
             continue
         made_of = value.step.inputs if value.step is not None else ()
-        pending += [root for each in made_of if (root := _root(tape, each)) is not None]
+        pending += [root for source in made_of if (root := _root(tape, source)) is not None]
         if value.held is None and value.stored is None:
             _keep(tape, value, tensor)
 
 
 def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
-    """Keep a value of which `tensor` holds the bytes, though it was to be dropped."""
+    """Keep a value that was to be dropped; `tensor` holds its bytes."""
     if value.action is Action.RECOMPUTE and value.was_saved and value.step is not None:
         tape.recompute_bytes -= value.nbytes
     value.action, value.held, value.spare, value.step = Action.KEEP, tensor, None, None
@@ -70,13 +66,13 @@ def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
 
 
 def _root(tape: Tape, value: Value) -> Tensor | None:
-    """Return a tensor that still has the bytes of a value."""
+    """Return a live tensor that has the bytes of a value."""
     root: Tensor | None = None if value.root is None else value.root()
     return root if root is not None and tape.value_of(root) is value else None
 
 
 def _is_named(tape: Tape, value: Value) -> bool:
-    """Whether an entry of the policy says that this very value is recomputed (Rule 3)."""
+    """Whether a policy entry says that this value is recomputed."""
     choice = value.choice
     if choice is None or value.operator is None:
         return False

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of a region: a handle for every tensor that autograd saves, and the way back."""
+"""The saved-tensor hooks of a region: pack returns a handle for every saved tensor, unpack restores the tensor."""
 
 import functools
 import weakref
@@ -26,25 +26,25 @@ from actckpt.errors import AuditError
 __all__ = ["audited", "begin_audit", "close", "is_much", "pack", "pack_other", "unpack", "unpacked_inside"]
 
 
-#: What autograd holds in the place of a saved tensor.
+#: What pack returns to autograd.
 _Packed: TypeAlias = "Handle | _C.OffloadHandle"
 
-#: One warning where more than one part in so many of what should be recomputed cannot be.
+#: Warn once if more than one part in this many of the bytes to recompute cannot be replayed ...
 _OPAQUE_SHARE = 10
-#: And it is worth talking about.
+#: ... and they are at least this many.
 _OPAQUE_BYTES = 1 << 20
-#: Backwards inside of one open region that are taken for steps of a training loop.
+#: Number of backwards inside one open region from which on they are taken for training steps.
 _BACKWARDS_INSIDE = 3
 
 
 def pack(tape: Tape, tensor: Tensor) -> _Packed:
-    """Pack hook: returns what autograd holds in the place of `tensor`."""
+    """Pack hook: return the handle that autograd stores instead of `tensor`."""
     packed: _Packed = _C.pack_recorded(tape, tensor)
     return packed
 
 
 def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle":
-    """Pack a tensor without a storage that can be read, or a subclass."""
+    """Pack a subclass, or a tensor whose storage cannot be read."""
     with Paused():
         if not is_plain and hasattr(type(tensor), "__tensor_flatten__"):
             wrappers.note(tape, tensor)
@@ -53,7 +53,7 @@ def pack_other(tape: Tape, tensor: Tensor, is_plain: bool) -> "_C.OffloadHandle"
 
 
 def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
-    """Let a handle stand for what its tensor holds now."""
+    """Let a handle refer to what its tensor holds now."""
     value = tape.value_of(tensor)
     assert value is not None
     if not value.num_handles:
@@ -65,28 +65,28 @@ def point_at(tape: Tape, handle: Handle, tensor: Tensor) -> None:
 
 
 def unpack(packed: _Packed) -> Tensor:
-    """Unpack hook: returns a fresh alias of the saved tensor."""
+    """Unpack hook: return a fresh alias of the saved tensor."""
     return _C.unpack_recorded(packed)
 
 
 def unpacked_inside(tape: Tape, value: Value) -> None:
-    """Get ready for a saved tensor to be unpacked while its region is open."""
+    """Prepare for a saved tensor that is unpacked while its region is open."""
     tape.audit_late(value)
     if not torch.is_grad_enabled():
         _note_backward_inside(tape)
 
 
 class Audit(NamedTuple):
-    """What is compared when a dropped tensor comes back (Rule 6 of NOTE [ Replay ])."""
+    """What a restored tensor is compared with (NOTE [ Audit ])."""
 
     place: int
     checksum: Tensor
-    #: Brings the original back from the store, None: there was no room for it.
+    #: Loads the original from the store; None: it had no room there.
     original: Callable[[], Tensor] | None
 
 
 def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
-    """Leave a checksum of a dropped tensor whose place has not come back right yet."""
+    """Record a checksum of a dropped tensor whose place has not passed an audit yet."""
     if not audit.can_compare(tensor):
         return
     value = handle.window.value
@@ -106,13 +106,13 @@ def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor:
     handle = reference()
     if handle is None:
         return
-    with Paused(), suppress(torch.OutOfMemoryError):  # an audit fails nothing: it is left out here
+    with Paused(), suppress(torch.OutOfMemoryError):  # an audit must not fail the step: it is skipped here
         handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
         tape.audited.append(reference)
 
 
 def audited(handle: Handle, tensor: Tensor) -> Tensor:
-    """Return `tensor` if it is what was saved, else the original; raises if there is none."""
+    """Return `tensor` if it equals what was saved, else the original; raises if there is none."""
     tape = handle.tape
     expected: Audit = handle.audit
     if torch_private.is_tracing():
@@ -132,7 +132,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         return tensor
     value = handle.window.value
     tape.site.opaque.add(value.key)
-    if expected.original is None or tape.repeats:  # Rule 5 of NOTE [ Repeated collectives ]
+    if expected.original is None or tape.repeats:  # Rule 3 of NOTE [ Repeated collectives ]
         raise _failure(handle)
     try:
         with Paused():
@@ -144,7 +144,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
 
 
 def _failure(first: Handle) -> AuditError:
-    """Compare all dropped tensors of the region; returns the error that lists those that came back wrong."""
+    """Compare all dropped tensors of the region; return the error that lists the wrong ones."""
     tape = first.tape
     failed = [first]
     for reference in tape.audited:
@@ -173,7 +173,7 @@ def _described(handle: Handle) -> str:
 
 
 def close(tape: Tape) -> None:
-    """Close a tape: release what no saved tensor needs, hold the rest under watch (Rules 7 and 11)."""
+    """Close a tape: release what no saved tensor needs, watch the rest for changes (Rules 6 and 9)."""
     if torch_private.innermost_transform() is None:
         _close(tape)
     else:
@@ -185,7 +185,7 @@ def _close(tape: Tape) -> None:
     tape.is_open = False
     tape.site.end(tape.structure)
     casts.note(tape)
-    made_of = wrappers.witnesses(tape) if tape.wrappers is not None else {}
+    made_of = wrappers.version_checks(tape) if tape.wrappers is not None else {}
     tape.storages.clear()
     if tape.candidates:
         _C.decide_candidates(tape)
@@ -205,16 +205,16 @@ def _close(tape: Tape) -> None:
     if (tape.roots is not None or made_of) and tape.outer is None:
         aliases.watch_roots(tape.roots, made_of)
     tape.roots = None
-    tape.outer = None  # whoever holds something of this region holds it now
+    tape.outer = None  # breaks references: whoever needs something of this region holds it by now
 
 
 def is_much(opaque_bytes: int, total_bytes: int) -> bool:
-    """Whether so much of what a policy wants recomputed cannot be replayed that the user should know."""
+    """Whether a large part of what the policy wants recomputed cannot be replayed."""
     return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 
 def _warn_of_opaque(tape: Tape) -> None:
-    """Say once per site that replay does not help much there; modes that are the reason were named before."""
+    """Warn once per site that replay saves little there; responsible dispatch modes have been named before."""
     if tape.site.has_warned or tape.why_opaque:
         return
     tape.site.has_warned = True
@@ -227,7 +227,7 @@ def _warn_of_opaque(tape: Tape) -> None:
 
 
 def _note_backward_inside(tape: Tape) -> None:
-    """Say once that a region stays open over whole training steps; one gradient taken inside is nothing unusual."""
+    """Warn once if a region stays open over whole training steps; one gradient taken inside is normal."""
     task = torch_private.current_graph_task_id()
     if task in tape.tasks_inside:
         return
@@ -240,8 +240,8 @@ def _note_backward_inside(tape: Tape) -> None:
 
 
 def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
-    given = _C.latest_alias(value)
-    torch_private.keep_object(given)
+    latest = _C.latest_alias(value)
+    torch_private.keep_object(latest)
     with Paused():
         is_as_recorded = _C.watch(value)
     if not is_as_recorded:
@@ -256,16 +256,16 @@ def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:
         if value.stored is not None:
             return
     if tape.outer is not None and (tape.hands_kept_out or value.is_input):
-        value.stored = pack_outer(tape, value, given, reads)
+        value.stored = pack_outer(tape, value, latest, reads)
         value.held = None
     else:
         value.held = alias
 
 
 def _copy_written_state(tape: Tape, written: Iterable[Value]) -> None:
-    """Copy written state that dropped values are replayed from: the next call overwrites it (Rule 7)."""
+    """Copy written state that dropped values are replayed from: the next call overwrites it (Rule 6)."""
     for value in written:
-        if value.held is None or value.is_wanted():  # autograd itself refuses later changes of what it saved
+        if value.held is None or value.is_wanted():  # autograd itself rejects later changes of what it saved
             continue
-        if value.version in (-1, version_of(value.held)):  # else it changed behind the recorder's back: unpack raises
+        if value.version in (-1, version_of(value.held)):  # else it changed unrecorded: unpack raises
             tape.copy(value)

@@ -1,12 +1,10 @@
-"""In which order steps are executed again, and what stays of what they make: pure functions of a small graph.
+"""The order in which steps are replayed, and which results stay: pure functions of a small graph.
 
-NOTE [ Order ]
-
-Steps run by need: only those that lead to the target. Between subtrees that do not depend on each other, the one
-with the larger excess of peak over result goes first (Sethi and Ullman 1970), which is the best order of a tree that
-finishes one subtree before the next; a value is freed after its last use. Where steps share inputs the rule is a
-heuristic. csrc/replay/depth_first.cpp has the code. csrc/replay/order.cpp finds the steps; it asks here where a
-function is plugged in, or where a window bounds what stays.
+Only the steps that the target depends on run. Between independent subtrees, the one with the larger excess of peak over
+result goes first (Sethi and Ullman 1970). This is optimal for a tree if each subtree finishes before the next one
+starts; a value is freed after its last use. Where steps share inputs, the rule is a heuristic. The code is in
+csrc/replay/depth_first.cpp. csrc/replay/order.cpp finds the steps. It calls Python for a custom order, and where a
+window limits what stays.
 """
 
 import operator
@@ -20,21 +18,21 @@ from actckpt._replay.replay_graph import ReplayGraph
 
 __all__ = ["ReplayGraph", "choose"]
 
-#: What `configure(replay_order=...)` takes.
+#: Type of `configure(replay_order=...)`.
 Order = Callable[[ReplayGraph], Sequence[int]]
 
 
 def choose(
     tape: Any, fields: tuple[Any, ...], order: list[int], all_stay: bool, task: int, clock: int
 ) -> tuple[list[int], Collection[int]]:
-    """Return an order of steps and the values that stay of those that they make, all as numbers in a graph.
+    """Return an order of steps, and which of the values that they make stay, as numbers in the graph.
 
     Args:
         fields: of a `ReplayGraph`.
-        order: that of NOTE [ Order ]; empty where a function was plugged in.
-        all_stay: no window bounds what stays.
-        task: the backward that asks for the target.
-        clock: when the saved tensor that it asks for was saved.
+        order: the built-in one; empty if there is a custom order.
+        all_stay: no window limits what stays.
+        task: the backward that needs the target.
+        clock: when the saved tensor that needs it was saved.
     """
     operators, reads, makes, nbytes, target, retained, again, until = fields
     graph = ReplayGraph(
@@ -54,7 +52,7 @@ def choose(
 
 
 def _retained(tape: Any, graph: ReplayGraph, order: list[int], task: int, clock: int) -> Collection[int]:
-    """Return the values that the window has room for of those that an order makes and that are asked for again."""
+    """Return the values that are needed again and fit in the window."""
     asked_bytes = sum(graph.nbytes[value] for value in graph.retained if value != graph.target)
     if tape.window_bytes < 0:
         window_bytes = windows.smallest_window(graph, order)
@@ -67,7 +65,7 @@ def _retained(tape: Any, graph: ReplayGraph, order: list[int], task: int, clock:
     if asked_bytes <= room:
         return graph.retained
     stay = windows.retained(graph, order, room)
-    if stay is None:  # the window was that of a smaller replay
+    if stay is None:  # the window is that of a smaller replay
         smallest = windows.smallest_window(graph, order)
         tape.window_bytes += max(smallest - room, 0)
         stay = windows.retained(graph, order, smallest)
@@ -76,7 +74,7 @@ def _retained(tape: Any, graph: ReplayGraph, order: list[int], task: int, clock:
 
 
 def _checked(graph: ReplayGraph, answer: Any) -> list[int]:
-    """Return what a plugged function answered; raises unless it is an order in which the target can be computed."""
+    """Return the order from a custom function; raises unless it computes the target."""
     count = len(graph.operators)
     try:
         chosen = [operator.index(step) for step in answer]

@@ -1,4 +1,4 @@
-"""The tape of an open region: what its storages hold, what must be held, and what autograd saves of it."""
+"""The tape of an open region: storage contents, what must be held, and what autograd saved."""
 
 import functools
 import threading
@@ -28,43 +28,43 @@ from actckpt.action import Action, SavedTensorInfo
 
 __all__ = ["COMPILED", "Tape"]
 
-#: Why what compiled code returns or saves is not replayed.
+#: Why results and saved tensors of compiled code are not replayed.
 COMPILED = "made by compiled code"
 
 
 class Tape(TapeCore):
-    """Values and steps of one region and of those nested in it (Rule 11 of NOTE [ Replay ])."""
+    """Values and steps of one region and of those nested in it (NOTE [ Replay ], Rule 9)."""
 
-    # What most regions leave as it is stands here: each attribute that is set takes time at every region.
+    # Class attributes hold the defaults of most regions: each attribute that is set costs time in every region.
 
-    #: Whether the hooks outside get the bytes of what the policy keeps, not only inputs.
+    #: The outer hooks get the bytes of kept values too, not only inputs.
     hands_kept_out = True
-    #: The pack hook, by which a region inside recognises this one.
+    #: The pack hook; a nested region recognises this tape by it.
     pack_hook: Any = None
     roots: aliases.VersionAliases | None = None  # see `aliases`
-    #: How many other tapes are open around it.
+    #: Number of other tapes open around it.
     nesting = 0
-    #: How many regions are open that record for this one.
+    #: Number of nested open regions that record on it.
     depth = 0
     #: By id(), see `wrappers`.
     wrappers: dict[int, Seen] | None = None
-    #: What a checkpoint around the region got for it (Rule 6 of NOTE [ Hooks outside ]); it looks at what is alive.
+    #: Result of packing the token (Rule 6 of NOTE [ Hooks outside ]), which reads what is alive.
     token: Any = None
-    #: What it wrote in place to memory from outside that has no graph, such as buffers of modules; None: nothing.
+    #: Values that it wrote in place in external memory without a graph, such as module buffers; None: none.
     written_state: weakref.WeakSet[Value] | None = None
-    #: Of `opaque_bytes`, those of compiled code.
+    #: The part of `opaque_bytes` that compiled code made.
     compiled_bytes = 0
 
     def __init__(self, choice: Choice, outer: torch_private.Hooks | None, site: Site) -> None:
         self.choice = choice
-        #: The hooks that were active where the region was opened.
+        #: The hooks that were active when the region was opened.
         self.outer = outer
         self._take_settings(site, config.settings())
         self.began_at = torch_private.next_sequence_number()
         self.lock = threading.RLock()
 
     def _take_settings(self, site: Site, settings: config.Settings) -> None:
-        #: Where it was opened, and what that has run so far.
+        #: The call site, and what is known from its earlier calls.
         self.site = site
         self.modules = site.modules
         self.opaque_places = site.opaque
@@ -72,26 +72,26 @@ class Tape(TapeCore):
         #: See `configure`.
         self.audit = settings.audit
         self.audits_always = settings.audit == "always"
-        #: Whether dropped tensors leave checksums (Rule 6).
+        #: Dropped tensors record checksums (NOTE [ Audit ]).
         self.is_audited = site.begin(self.audit) and not (self.outer is not None and site.has_other_hooks)
         self.opaque_names = settings.opaque
         self.replay_order = settings.replay_order
 
-    # What few regions need, made when it is: a region may be as short as two operators
+    # Lazily created, since few regions need them; a region may be as short as two operators.
 
     @functools.cached_property
     def tasks_inside(self) -> set[int]:
-        """Backwards that unpacked something before it closed."""
+        """Backwards that unpacked something before the region closed."""
         return set()
 
     @functools.cached_property
     def audited(self) -> list[weakref.ref[Any]]:
-        """Handles of dropped tensors that left checksums."""
+        """Handles of dropped tensors that have checksums."""
         return []
 
     @functools.cached_property
     def obtainable(self) -> Obtainable:
-        """Values that can be brought back although others were lost."""
+        """Values that can be restored although others were lost."""
         return Obtainable()
 
     @functools.cached_property
@@ -106,12 +106,12 @@ class Tape(TapeCore):
 
     @functools.cached_property
     def _sessions(self) -> dict[bool, Session]:
-        """By whether packing may wait for room."""
+        """Sessions, by whether packing may wait for room."""
         return {}
 
     @functools.cached_property
     def _originals(self) -> Session:
-        """What moves originals of audits, which backward does not need unless one of them fails."""
+        """The session that offloads originals for audits; backward needs them only if an audit fails."""
         return self._watched(Session("auto", min_bytes=0, must=False, is_needed=False))
 
     # Values
@@ -122,11 +122,11 @@ class Tape(TapeCore):
         return Value(nbytes, device, self.num_values)
 
     def value_of(self, tensor: Tensor) -> Value | None:
-        """Return what the storage of `tensor` holds now; takes it as an input if nothing recorded made it."""
+        """Return the current value of the storage of `tensor`; an unknown storage becomes an input."""
         return value_of(self, tensor)
 
     def changed_unseen(self, tensor: Tensor, known: KnownStorage) -> Value:
-        """Something that was not recorded changed a storage: what it holds now is opaque."""
+        """An unrecorded write changed a storage: its contents are opaque now."""
         old = known.value
         if old.step is None:
             self._lose(old)
@@ -141,7 +141,7 @@ class Tape(TapeCore):
         return value
 
     def another_version_alias(self, tensor: Tensor, known: KnownStorage) -> Value:
-        """Look at a value through another tensor with a version counter of its own than the last time."""
+        """See a known value through another alias with its own version counter."""
         if tensor.is_inference():
             self.num_unversioned_args += 1
             self.why_unversioned = _C.WHY_INFERENCE
@@ -153,7 +153,7 @@ class Tape(TapeCore):
         return self.changed_unseen(tensor, known)
 
     def why_never(self, value: Value) -> str:
-        """Return why a new value must not be replayed where it was made, or an empty text."""
+        """Return why a new value must not be replayed at its place; empty if it may be."""
         site, key = self.site, value.key
         if key not in site.modules:
             site.module(key)
@@ -170,8 +170,8 @@ class Tape(TapeCore):
         return ""
 
     def protect(self, value: Value | None) -> None:
-        """Get ready for the storage of a value to be overwritten by a recorded operator (Rule 1)."""
-        if value is None or is_unread(value):  # it goes when it was overwritten
+        """Prepare for a recorded operator that overwrites the storage of a value (NOTE [ Replay ], Rule 1)."""
+        if value is None or is_unread(value):  # its bytes are not needed
             return
         if value.spare is not None:
             self.audit_late(value)
@@ -191,7 +191,7 @@ class Tape(TapeCore):
         self.obtainable.lose(value)
 
     def copy(self, value: Value) -> None:
-        """Hold a copy of the bytes of a value instead of the memory that will be overwritten."""
+        """Copy the bytes of a value, and hold the copy instead of the memory that will be overwritten."""
         counters.add("copied_on_write_bytes", value.nbytes)
         with Paused():
             base = value.held
@@ -210,9 +210,9 @@ class Tape(TapeCore):
                 record_version(value, copied)
 
     def offload(self, value: Value, tensor: Tensor) -> str:
-        """Move the bytes of a value to the store; returns why they stay, or an empty text.
+        """Offload the bytes of a value; return why they stay, or an empty text.
 
-        What prefers to be moved then is a kept value; the store holds what must be moved and finds no room.
+        With `PREFER_OFFLOAD` such a value becomes a kept one. With `OFFLOAD` the session's handle holds the bytes.
         """
         if value.action is Action.PREFER_OFFLOAD:
             why = self._prefer_offload(value, tensor)
@@ -237,7 +237,7 @@ class Tape(TapeCore):
         session = self._sessions.get(must)
         if session is None:
             session = self._sessions[must] = self._watched(Session("auto", min_bytes=0, must=must))
-        with Paused():  # to find out whether a module owns a storage takes longer than all else here
+        with Paused():  # finding out whether a module owns the storage dominates the cost
             return (session.pack_made if value.is_made else session.pack)(whole(tensor))
 
     def _watched(self, session: Session) -> Session:
@@ -251,11 +251,11 @@ class Tape(TapeCore):
         value.held = None
 
     def parked(self, tensor: Tensor) -> Any:
-        """Begin to move the original of a dropped tensor to a store that is in use; returns the way back, or None.
+        """Start to copy the original of a dropped tensor to a store in use; return a loader, or None.
 
-        None also where the store has no room at once, or fails: an audit makes nobody wait and fails nothing.
+        Also None if the store has no room now, or fails: an audit must neither block nor fail a step.
         """
-        if checksums.is_left_out() or not stores.is_ready(tensor.device.type):  # in a metered step the copy would count
+        if checksums.is_left_out() or not stores.is_ready(tensor.device.type):  # a metered step would count the copy
             return None
         try:
             packed = self._originals.pack(compact(tensor.detach()).clone())
@@ -264,7 +264,7 @@ class Tape(TapeCore):
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 
     def audit_late(self, value: Value) -> None:
-        """Leave the checksums of a candidate that is dropped."""
+        """Record the checksums of a candidate that is dropped."""
         for begin in self.late_audits.pop(value, ()):
             begin()
 
@@ -273,12 +273,12 @@ class Tape(TapeCore):
         self.late_audits.pop(value, None)
 
     def ask_policy(self, value: Value, tensor: Tensor) -> Action:
-        """Return what the policy says of a value that autograd saves for the first time, where no operator decided."""
+        """Return the policy's action for a value that is saved for the first time, if no operator entry decides."""
         asked = None if value.choice is None else value.choice.for_value
         return Action.KEEP if asked is None else asked(self.info_of(value, tensor))
 
     def note_opaque(self, value: Value) -> str:
-        """Count a value that is kept although it is to be recomputed; return why."""
+        """Count a value that is kept although the policy says recompute; return the reason."""
         if not value.is_input:
             counters.add("kept_opaque", 1)
             self.opaque_bytes += value.nbytes
@@ -291,7 +291,7 @@ class Tape(TapeCore):
         return self.obtainable.has(value)
 
     def info_of(self, value: Value, tensor: Tensor) -> SavedTensorInfo:
-        """Return what a policy is told about a value."""
+        """Return what a policy function gets to know about a value."""
         return SavedTensorInfo(
             op=value.operator.func if value.operator is not None else None,
             index=value.index,
@@ -307,7 +307,7 @@ class Tape(TapeCore):
         )
 
     def place_of(self, value: Value) -> Place | None:
-        """Return the place of a value, None where nobody asked for places, or nothing recorded made it."""
+        """Return the place of a value, None if places are not tracked or no recorded step made it."""
         if value.module is None or value.operator is None:
             return None
         return Place(value.module, value.operator.name, value.occurrence, value.result, value.call)

@@ -1,5 +1,7 @@
-"""Tensors that a region makes without recorded operators: what compiled code, or an autograd.Function with kernels of
-its own, returns and saves. They are not inputs: a policy may want them recomputed, and no replay can do it (Rule 4).
+"""Tensors made inside a region without recorded operators, by compiled code or an autograd.Function with its own
+kernels.
+
+They are not inputs: a policy may want them recomputed, but replay cannot make them (NOTE [ Replay ], Rule 4).
 """
 
 import sys
@@ -17,7 +19,7 @@ __all__ = ["made_by_function", "saved_by_function"]
 
 
 def made_by_function(tape: Tape, value: Value, node: Any) -> None:
-    """Note a value that the autograd.Function behind `node` returned, if that ran inside of the region."""
+    """Record a value that the autograd.Function behind `node` returned, if it ran inside the region."""
     if node._sequence_nr() < tape.began_at:
         return
     function = type(node)._forward_cls
@@ -26,15 +28,17 @@ def made_by_function(tape: Tape, value: Value, node: Any) -> None:
 
 
 def saved_by_function(tape: Tape, value: Value, tensor: Tensor) -> None:
-    """Note a value that compiled code saves and was not given; called below the `apply` of an autograd.Function.
+    """Record a value that compiled code saves and did not get as an argument.
 
-    Others may save what they keep over many steps (workspaces, casts of parameters).
+    Called below the `apply` of an autograd.Function. Other functions may save what they keep over many steps
+    (workspaces,
+    casts of parameters).
     """
     args = torch_private.compiled_call(sys._getframe(1))
     if args is None:
         return
     storage = tensor.untyped_storage()
-    if not any(isinstance(given, Tensor) and strided_storage_of(given) is storage for given in args):
+    if not any(isinstance(argument, Tensor) and strided_storage_of(argument) is storage for argument in args):
         _note(tape, value, COMPILED)
 
 

@@ -1,15 +1,16 @@
-"""What stays of a replay where not all has room: pure functions of a small graph.
+"""Which results of a replay stay cached if not all fit: pure functions of a small graph.
 
 NOTE [ Windows ]
 
-A replay passes many values that the same backward asks for later (NOTE [ Needs ]). In a region of a block all of them
-stay: backward goes through it at once, and takes as much memory as a checkpoint of it would. In a region of many blocks
-those stay that fit into a *window*: about the fewest bytes with which no step runs more than twice in a backward.
+A replay makes many values that the same backward needs later (NOTE [ Needs ]). In a region of one block all of them
+stay cached: backward passes through it in one go, and needs as much memory as a checkpoint of the block. In a region of
+many blocks, those stay that fit in a *window*: about the fewest bytes with which no step runs more than twice per
+backward.
 
-*Cuts* divide the order of the steps. The few values that lead on across a cut stay. The stretch between two cuts is
-replayed again when its turn comes, and then all of it stays. Backward takes the last stretch first, and has released
-the cuts behind a stretch by then. So with a window of R bytes and cuts of k bytes, stretches may have R, R - k,
-R - 2 k, ... bytes, and the last one stays at once: the window of n values grows with the root of n.
+*Cuts* divide the order of the steps. The few values that are read across a cut stay. A stretch between two cuts is
+replayed again when backward reaches it, and then stays as a whole. Backward takes the last stretch first; by then the
+cuts behind a stretch are released. So with a window of R bytes and cuts of k bytes, stretches may have R, R - k,
+R - 2 k, ... bytes, and the last one stays at once. The window of n values grows with the square root of n.
 """
 
 import dataclasses
@@ -21,17 +22,17 @@ from actckpt._replay.replay_graph import ReplayGraph
 
 __all__ = ["LEAST_GAIN", "SMALL_BYTES", "retained", "smallest_window"]
 
-#: Bytes that stay cached even where the window is smaller.
+#: Bytes that stay cached even if the window is smaller.
 SMALL_BYTES = 4 << 20
 
-#: All stays where the window would not be so many times smaller: a block of a model is better executed once.
+#: Everything stays unless the window is this many times smaller: one block is better executed once.
 LEAST_GAIN = 4
-#: How far above the smallest window the one that is found may be.
+#: Tolerance of the search, relative to the smallest window.
 _PRECISION = 1.05
 
 
 def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[int] | None:
-    """Return the values to keep of those that `order` makes, within `room_bytes`; None: a step would run three times.
+    """Return which values made by `order` to keep within `room_bytes`; None: a step would run three times.
 
     Cost: O(steps * cuts).
     """
@@ -39,7 +40,7 @@ def retained(graph: ReplayGraph, order: Sequence[int], room_bytes: int) -> set[i
 
 
 def smallest_window(graph: ReplayGraph, order: Sequence[int]) -> int:
-    """Return about the smallest window with which no step runs more than twice, in bytes."""
+    """Return approximately the smallest window, in bytes, with which no step runs more than twice."""
     line = _Line.of(graph, order)
     low, high = 1, max(line.asked(0), 1)
     while high > low * _PRECISION + 1:
@@ -50,7 +51,7 @@ def smallest_window(graph: ReplayGraph, order: Sequence[int]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """A point to come back to: what was made before it and is read from there on stays."""
+    """A restart point: values made before it and read after it stay."""
 
     position: int
     nbytes: int
@@ -58,14 +59,14 @@ class _Cut:
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """The values of a replay that backward comes back to, along the order of the steps."""
+    """The retained values of a replay, along the order of the steps."""
 
     #: At each position: value, bytes, and the last position that reads it.
     made: list[list[tuple[int, int, int]]]
-    #: Bytes made before each position that stay if they have room.
+    #: Bytes made before each position that stay if they fit.
     asked_before: list[int]
-    #: Values that stay if they have room.
-    wanted: frozenset[int]
+    #: Values that stay if they fit.
+    optional: frozenset[int]
 
     @classmethod
     def of(cls, graph: ReplayGraph, order: Sequence[int]) -> "_Line":
@@ -76,7 +77,7 @@ class _Line:
             if not graph.again.isdisjoint(graph.makes[step])
             for value in graph.reads[step]
         }
-        # Others than these steps may read a value before step `until`: where that step, or one after it, stands.
+        # Steps outside this graph may read a value before step `until`: take the latest position up to that step.
         latest = list(itertools.accumulate((positions.get(step, 0) for step in range(len(graph.makes))), max))
         made = []
         for position, step in enumerate(order):
@@ -89,32 +90,32 @@ class _Line:
         return cls(made, [0, *itertools.accumulate(asked)], graph.retained)
 
     def asked(self, start: int) -> int:
-        """Return the bytes made from `start` on that stay if they have room."""
+        """Return the bytes made from `start` on that stay if they fit."""
         return self.asked_before[-1] - self.asked_before[start]
 
     def retained(self, room: int) -> set[int] | None:
-        """Return the values across the cuts and those after the last one, None where that takes more room."""
-        found: set[int] = set()
+        """Return the values across the cuts and those after the last cut; None if they exceed `room`."""
+        values: set[int] = set()
         start = 0
         while self.asked(start) > room:
             cut = self._cut(start, room)
             if cut is None:
                 return None
-            found |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
+            values |= {value for at in self.made[start : cut.position] for value, _, last in at if last >= cut.position}
             start, room = cut.position, room - cut.nbytes
         rest = itertools.chain.from_iterable(self.made[start:])
-        return found | {value for value, _, _ in rest if value in self.wanted}
+        return values | {value for value, _, _ in rest if value in self.optional}
 
     def _cut(self, start: int, room: int) -> _Cut | None:
-        """Return the next cut after `start`, None where there is no room for one.
+        """Return the next cut after `start`; None if there is no room for one.
 
-        That is the first one after which all has room, else the one with the fewest bytes per byte before it.
+        It is the first one after which everything fits, else the one with the fewest bytes per byte before it.
         """
         best, least = None, float("inf")
         for cut in self._cuts(start):
             before = self.asked_before[cut.position] - self.asked_before[start]
             if self.asked_before[cut.position - 1] - self.asked_before[start] > room:
-                break  # the value that is asked for takes no room: what stands before it does
+                break  # the target takes no room: the values before it do
             if before == 0 or cut.nbytes > room:
                 continue
             if self.asked(cut.position) <= room - cut.nbytes:
@@ -124,7 +125,7 @@ class _Line:
         return best
 
     def _cuts(self, start: int) -> list[_Cut]:
-        """Return the cuts at all positions after `start`, beside what one at `start` keeps."""
+        """Return the cuts at all positions after `start`, in addition to what a cut at `start` keeps."""
         cuts = []
         total = 0
         ending: defaultdict[int, int] = defaultdict(int)

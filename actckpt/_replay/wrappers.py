@@ -1,8 +1,8 @@
-"""Tensor subclasses that a region saw: they count what is done to them, and the tensors that they are made of do not.
+"""Tensor subclasses that a region saw: they have version counters that their inner tensors do not share.
 
-Operators are recorded on the inner tensors (Rule 4 of NOTE [ Replay ]). An operator in place on a DTensor moves the
-version of the DTensor alone. So the subclasses that operators got are noted, and once the region is closed, bytes that
-they are made of are watched through them (Rule 7).
+Operators are recorded on the inner tensors (NOTE [ Replay ], Rule 4). An in-place operator on a DTensor increments only
+the version of the DTensor. So the subclass instances that operators got are recorded. Once the region is closed, the
+bytes behind their inner tensors are watched through them (Rule 6).
 """
 
 import weakref
@@ -19,11 +19,11 @@ from actckpt._replay.aliases import Seen, VersionCheck
 from actckpt._replay.lineage import Value
 from actckpt._replay.tape import Tape
 
-__all__ = ["note", "witnesses"]
+__all__ = ["note", "version_checks"]
 
 
 def note(tape: Tape, arguments: Any) -> None:
-    """Note the subclasses among the arguments of an operator."""
+    """Record the subclass instances among the arguments of an operator."""
     if isinstance(arguments, Tensor):
         if hasattr(type(arguments), "__tensor_flatten__"):
             _note_wrapper(tape, arguments)
@@ -57,15 +57,15 @@ def _storages(tape: Tape, tensor: object) -> Iterator[torch.UntypedStorage]:
         yield storage
 
 
-def witnesses(tape: Tape) -> dict[Value, list[VersionCheck]]:
-    """Return, for values whose bytes subclasses are made of as the region closes, what tells of changes."""
-    found: dict[Value, list[VersionCheck]] = {}
+def version_checks(tape: Tape) -> dict[Value, list[VersionCheck]]:
+    """Return subclass version checks for values that back live subclass instances when the region closes."""
+    checks: dict[Value, list[VersionCheck]] = {}
     for seen in (tape.wrappers or {}).values():
         root = seen.root()
         for reference in seen.storages if root is not None else ():
             storage = reference()
             known = tape.storages.get(id(storage))
             if known is not None and known.storage() is storage:
-                found.setdefault(known.value, []).append((seen.root, version_of(root)))
+                checks.setdefault(known.value, []).append((seen.root, version_of(root)))
     tape.wrappers = None
-    return found
+    return checks

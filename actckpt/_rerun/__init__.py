@@ -1,1 +1,1 @@
-"""Rerun: dropped tensors come back by calling the function of their region again."""
+"""Rerun: restore dropped tensors by calling the region's function again."""

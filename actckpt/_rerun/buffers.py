@@ -1,26 +1,27 @@
-"""Buffers that a forward reads and changes, as a rerun must find them.
+"""Buffers that a forward reads and changes, restored for reruns.
 
 NOTE [ Buffers ]
 
 A module may read a buffer and change it in the same forward: the vectors of `spectral_norm`, moving averages,
-observers of quantization. A rerun that finds them changed computes something else, and nothing shows it.
+quantization observers. A rerun that reads the changed buffer computes something else, and nothing shows it.
 
-Rule 1. A rerun finds copies of what the forward found. They stand in the place of the buffers while it runs and are
-        dropped then, so a rerun changes no buffer: BatchNorm updates its running statistics once.
-Rule 2. Copies need to be made before the forward. A module's first call, in training and not, runs under a mode that
-        copies a buffer before the first operator that writes to it. A module that has changed one is known from
-        then on: its buffers are copied before each forward, and the copies held if versions tell that it did so again
-        (always, where they did not tell the first time: a write through `.data`). All others cost a look at versions.
-        Calls that were not watched, such as those that budgets profile, do not count: versions may tell of them only.
-        A region may lead to modules that it does not call, another one's or the whole model: they are watched until an
-        operator has used a buffer of theirs, or something was run again since (a step is over, and they are idle).
-Rule 3. A buffer that changed and of which there is no copy (its module did so for the first time, not in its first
-        call; or somebody else did, after the forward) must not be read by a rerun: it raises where one does.
-Rule 4. BatchNorm moves its statistics in training and does not read them, and no version tells. They are not copied
-        before the forward; a rerun gets copies of what is there then, where its count of batches tells that it ran.
-        Only classes whose code is known do this: a subclass of them may well read its statistics.
-Rule 5. A hook before a module's forward may set a tensor as a plain attribute (the weight of the older `spectral_norm`,
-        `weight_norm` and pruning). Where the hook does not run again, a rerun finds the tensor of its forward.
+Rule 1. A rerun sees copies of the buffers that the forward saw. They replace the buffers while it runs, and are dropped
+then. So a rerun changes no buffer, and BatchNorm updates its running statistics once.
+Rule 2. The copies must be made before the forward. A module's first call, in training and in evaluation, runs under a
+mode that copies a buffer before the first operator that writes to it. A module that changed a buffer is remembered: its
+buffers are copied before each forward. The copies are held if versions show another change, or always if versions
+missed the first one (a write through `.data`). All other modules cost a version check. Unwatched calls, such as those
+of budget profiling, do not count as first calls; only versions show their writes. A region may refer to modules that it
+does not call. They are watched until an operator uses one of their buffers, or until some rerun has happened since (the
+step is over, and they were idle).
+Rule 3. A rerun must not read a changed buffer without a copy; it raises if it does. Its module changed it for the first
+time in a later call, or someone else changed it after the forward.
+Rule 4. A forward pre-hook may set a tensor as a plain attribute (the weight of the older `spectral_norm`,
+`weight_norm`, pruning). If the hook does not run again in the rerun, the rerun sees the tensor of its forward.
+
+BatchNorm in training updates its statistics without reading them, and without a version change. They are not copied
+before the forward. A rerun gets copies of the current ones if the batch counter shows that the module ran. This holds
+only for classes whose code is known: a subclass may read its statistics.
 """
 
 import dataclasses
@@ -43,16 +44,16 @@ from actckpt._core.tensor_changes import version_of
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-#: Classes of timm that do the same, by name: it need not be there.
+#: timm classes that do the same, by name: timm need not be installed.
 _TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
 
-# What is known of a module: whether it was called in training and not, whether it changes its buffers, and whether
-# versions do not tell when it does.
+# Flags of a module: called in training, called in evaluation, changes its buffers, changes them without a version
+# change.
 _CALLED = {True: 1, False: 2}
 _CHANGES = 4
 _HIDES = 8
 _known: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-#: In training and not: how many reruns there were when a module was watched first.
+#: By training mode: the number of reruns when a module was first watched.
 _first_watched: dict[bool, WeakKeyDictionary[torch.nn.Module, int]] = {
     True: WeakKeyDictionary(),
     False: WeakKeyDictionary(),
@@ -61,10 +62,10 @@ _first_watched: dict[bool, WeakKeyDictionary[torch.nn.Module, int]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stale:
-    """A tensor that is not as the forward found it, and of which there is no copy."""
+    """A tensor that changed since the forward read it, without a copy."""
 
     tensor: Tensor
-    #: When the forward began.
+    #: Its version when the forward started.
     version: int
     place: str
     advice: str
@@ -73,22 +74,22 @@ class Stale:
 class _Noted:
     """The buffers of one module."""
 
-    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "marks", "module", "written")
+    __slots__ = ("_batches", "copies", "found", "has_run", "is_known", "is_statistics", "module", "versions", "written")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
-        self.marks = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
+        self.versions = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
         if any(buffer is not None and buffer.is_inference() for buffer in self.found.values()):
             known = _known[module] = known | _CHANGES | _HIDES  # they have no version
-        # Of one that changed them unwatched it is not known whether versions always tell.
+        # If it changed them unwatched, it is unknown whether versions always show that.
         self.is_known = self.is_statistics or bool(known & (_CALLED[bool(module.training)] | _HIDES))
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
-        #: Whether an operator used one of them, as far as that was watched; of statistics, whether they may be others.
+        #: Whether an operator used one of them, as far as watched; for statistics, whether they may have changed.
         self.has_run = False
         self._batches = _batches(module) if self.is_statistics else None
 
@@ -107,7 +108,7 @@ class _Noted:
             known |= _HIDES
         if moved or self.written or not self._stands():
             known |= _CHANGES
-            if not moved and self.copies is None:  # others took their place: their graph may own the region before
+            if not moved and self.copies is None:  # replaced: the graph of the new ones may own an earlier region
                 self.copies = self.found = {name: _C.without_graph(buffer) for name, buffer in self.found.items()}
         elif not known & _HIDES:
             self.copies = None
@@ -123,7 +124,7 @@ class _Noted:
     def _moved(self) -> list[str]:
         return [
             name
-            for name, (before, memory) in self.marks.items()
+            for name, (before, memory) in self.versions.items()
             if version_of(self.found[name]) != before or memory_of(self.found[name]) is not memory
         ]
 
@@ -152,28 +153,28 @@ class _Noted:
             "call on, or from now on. Pass a policy, whose regions run nothing again, or "
             'determinism_check="none" if the change does no harm.'
         )
-        return Stale(buffer, self.marks[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
+        return Stale(buffer, self.versions[name][0], f"Buffer {name!r} of {messages.name_of(self.module)}", advice)
 
 
 class _Attributes:
-    """Tensors that are plain attributes of a module with hooks before its forward (Rule 5)."""
+    """Tensors that are plain attributes of a module with forward pre-hooks (Rule 4)."""
 
     __slots__ = ("_found", "_module")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        #: Without their graph, which may own the region before.
+        #: Without their graph, which may own an earlier region.
         self._found = {name: (weakref.ref(tensor), _C.without_graph(tensor)) for name, tensor in tensors.items()}
 
     def replaced(self) -> dict[str, Tensor]:
-        """Return what the forward found where there is another tensor now."""
+        """Return the forward's tensors where there is another one now."""
         now = vars(self._module)
         return {name: alias for name, (tensor, alias) in self._found.items() if now.get(name) is not tensor()}
 
     @contextmanager
     def as_found(self) -> Iterator[None]:
-        """Run the body with what the forward found."""
+        """Run the body with the forward's tensors."""
         replaced = self.replaced()
         outside = {name: vars(self._module)[name] for name in replaced if name in vars(self._module)}
         vars(self._module).update(replaced)
@@ -197,26 +198,26 @@ class Buffers:
         self._is_done = False
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call in the forward instead of `function` (Rule 2)."""
+        """Return the function to call in the forward instead of `function` (Rule 2)."""
         new = [noted for noted in self._noted if not noted.is_known]
         self._was_watched = True
         return partial(_call_watched, new, function) if new else function
 
     def forward_done(self) -> None:
-        """Note which buffers the forward changed."""
+        """Record which buffers the forward changed."""
         for noted in self._noted:
             noted.forward_done(was_watched=self._was_watched)
         self._is_done = True
 
     def are_as_found(self) -> bool:
-        """Whether a rerun needs no copies and checks no reads."""
+        """Whether a rerun needs neither copies nor checks of reads."""
         return all(noted.is_as_found() for noted in self._noted) and not any(
             attributes.replaced() for attributes in self._attributes
         )
 
     @contextmanager
     def as_found(self) -> Iterator[list[Stale]]:
-        """Run the body with what the forward found (Rule 1); yield what it must not read (Rule 3)."""
+        """Run the body with the forward's buffers (Rule 1); yield those that it must not read (Rule 3)."""
         noted = [one for one in self._noted if not one.is_as_found()] if self._is_done else []
         outside = [dict(one.module._buffers) for one in noted]
         try:
@@ -232,7 +233,7 @@ class Buffers:
 
 
 def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
-    """Return the buffers of these modules as they are; called by the extension."""
+    """Return the current buffers of these modules; called from C++."""
     return Buffers(modules)
 
 
@@ -241,7 +242,7 @@ def _is_batch_norm(kind: type) -> bool:
 
 
 def _batches(module: torch.nn.Module) -> tuple[int, int] | None:
-    """Return which count of batches a BatchNorm has and its version; None where it does not count."""
+    """Return the batch counter of a BatchNorm and the counter's version; None if it has none."""
     count = module._buffers.get("num_batches_tracked")
     return None if count is None else (id(count), version_of(count))
 
@@ -297,13 +298,13 @@ class _FirstWrites(TorchDispatchMode):
 
 
 def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operator writes to, as its schema tells."""
+    """Return the tensors that an operator writes to, according to its schema."""
     schema = getattr(func, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in([given.get(name) for name in names])
+    return tensors_in([arguments.get(name) for name in names])
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""A call of a module, held so that it can be made again by an extension that builds the graph itself."""
+"""A module call that is held so that an extension, which builds the graph itself, can repeat it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ __all__ = ["HeldCall", "tensors_of"]
 
 
 class HeldCall:
-    """Inputs, random state and global state of a call that is about to be made.
+    """Inputs, random state and global state of a call that is about to run.
 
     Args:
-        module: whose parameters must be the same when the call is made again.
+        module: its parameters must be unchanged when the call is repeated.
         call: function, positional and keyword arguments.
         get_trackers: return random state trackers, besides those of extensions.
-        hooks: (pack, unpack) for the tensors that are held; None: they are held as they are.
+        hooks: (pack, unpack) for the held tensors; None: they are held directly.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class HeldCall:
 
     @property
     def name(self) -> str:
-        """The name of the function."""
+        """The function's name."""
         return self._inputs.name
 
     def forward_done(self) -> None:
-        """To be called once the call has been made."""
+        """Must be called after the call has run."""
         self._inputs.forward_done()
         self._parameters.forward_done()
 
     def restore(self) -> Call:
-        """Return the call, to make it again.
+        """Return the call, to repeat it.
 
         Raises:
             InputChangedError: an input was changed since.
@@ -59,7 +59,7 @@ class HeldCall:
 
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
-        """Run the body under random and global state of the call."""
+        """Run the body under the random and global state of the call."""
         with (
             _C.Swap(self._random.outer_swap),
             self._random.swapped_in(),
@@ -71,6 +71,6 @@ class HeldCall:
 def tensors_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a call leads to, each with its place in words."""
+    """Yield the tensors reachable from a call, each with a description of where it is."""
     for place, tensor, _ in Survey(function, args, kwargs).tensors:
         yield place, tensor

@@ -1,25 +1,23 @@
-"""What a rerun calls the function with: as it was when the forward was called.
+"""The inputs of reruns: function and arguments as they were in the forward.
 
 NOTE [ Inputs of a region ]
 
-Rule 1. A rerun gets the very objects that the forward got: tensors, containers, functions. Every tensor
-        among args, kwargs and their containers, and in the closure cells, defaults and `partial` arguments
-        of the function, is watched: if it was changed in place since, or given other memory (`.data`,
-        `swap_tensors`), the rerun raises. torch's checkpoint watches positional tensors only and computes
-        wrong gradients with the others. What stands in containers and objects: NOTE [ Found by the forward ].
-Rule 2. A closure variable that is bound anew after the forward (the variable of a loop) does not change the
-        rerun: the function, or one among the arguments, is called with the value of the forward. One that
-        the forward itself binds anew has, for the time of a rerun, the value it had before the forward.
-Rule 3. A global variable that the function names, and that is a tensor, must not be changed, unless the forward
-        itself does so. Bound anew it may be: NOTE [ Found by the forward ].
-Rule 4. Parameters of a module that is called, or of which `forward` is, must be unchanged in a rerun
-        (csrc/rerun/parameters.h). Buffers may move: NOTE [ Buffers ].
-Rule 5. Where saved-tensor hooks were active when the region was opened (an outer checkpoint, `save_on_cpu`),
-        tensors go through them, and the region holds the packed objects only, so that an outer checkpoint
-        frees the inner one's inputs. packed.py does this.
-Rule 6. Inference tensors have no version. What is held of them for a rerun (an argument of a module, and all that
-        Rule 5 is about) is a copy; where the rerun gets the very object, it is compared with a copy. So are
-        parameters.
+Rule 1. A rerun gets the same objects as the forward: tensors, containers, functions. Every tensor among args, kwargs
+and their containers, and in the function's closure cells, defaults and `partial` arguments, is watched. If it was
+changed in place, or given other memory (`.data`, `swap_tensors`), the rerun raises. torch's checkpoint watches
+positional tensors only, and computes wrong gradients for the others. For the contents of containers and objects see
+NOTE [ Object state ].
+Rule 2. A closure variable that is rebound after the forward (a loop variable) does not affect the rerun: the function,
+or a function among its arguments, is called with the forward's value. A variable that the forward itself rebinds has,
+during a rerun, its value from before the forward.
+Rule 3. A global variable that the function names and that holds a tensor must not be changed, except by the forward
+itself. It may be rebound: NOTE [ Object state ].
+Rule 4. Parameters of the called module (or of the module whose `forward` is called) must be unchanged in a rerun
+(csrc/rerun/parameters.h). Buffers may change: NOTE [ Buffers ].
+Rule 5. If saved-tensor hooks were active at opening (an outer checkpoint, `save_on_cpu`), tensors go through them. The
+region holds only the packed objects, so an outer checkpoint frees the inner one's inputs. See packed.py.
+Rule 6. Inference tensors have no version counter. A rerun gets a copy of such a module argument, and of such a tensor
+under Rule 5. If it gets the object itself, or if a parameter is one, it is compared with a copy.
 """
 
 import dataclasses
@@ -53,10 +51,10 @@ Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Survey:
-    """All that can be reached from a region's function and arguments, each object once."""
+    """Everything reachable from a region's function and arguments, each object once."""
 
     def __init__(self, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        #: Tensors with where they stand, and whether that is a global variable.
+        #: Tensors, where they were found, and whether in a global variable.
         self.tensors: list[tuple[str, Tensor, bool]] = []
         self.generators: list[torch.Generator] = []
         self.functions: list[types.FunctionType] = []
@@ -66,7 +64,7 @@ class Survey:
         for name, value in kwargs.items():
             self._visit(value, f"Keyword argument {name!r}")
         self._visit(function, "The function")
-        #: Devices other than the CPU of all tensors found, each once, also of those that are packed.
+        #: Non-CPU devices of all tensors found, without repeats, including packed ones.
         self.devices = list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
 
     def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
@@ -89,7 +87,7 @@ class Survey:
 
 
 def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield what a container or function is made of, with where it stands."""
+    """Yield the parts of a container or function, each with its location."""
     if isinstance(value, types.FunctionType):
         name = value.__name__
         for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
@@ -114,14 +112,14 @@ def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restored:
-    """What one rerun is called with."""
+    """The inputs of one rerun."""
 
     call: Call
-    #: The tensors among it.
+    #: The tensors among them.
     tensors: Sequence[Tensor] = ()
-    #: Cells that hold these values during the rerun (Rule 2).
+    #: Cells and the values that they hold during the rerun (Rule 2).
     cells: Sequence[tuple[types.CellType, Any]] = ()
-    #: Cells that the forward left as it found them.
+    #: Cells that the forward did not rebind.
     unchanged_cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
@@ -144,32 +142,32 @@ class Originals:
         self._rebound: list[tuple[types.CellType, Any]] = []
 
     def forward_done(self, kept: dict[int, Tensor]) -> None:
-        """Note what the forward itself bound anew, or changed in a global tensor.
+        """Record what the forward itself rebound, or changed in a global tensor.
 
         Args:
-            kept: what is held in the place of tensors that the forward displaced, by id.
+            kept: replacements of the tensors that the forward displaced, by id.
         """
         rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
         kept = kept | {id(value): _C.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
         self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
-        self._tensors = [found for found in self._tensors if not found.is_global or not found.watched.is_changed()]
-        for found in self._tensors if kept else ():
-            found.watched.hold_instead(kept.get(id(found.watched.tensor), found.watched.tensor))
+        self._tensors = [item for item in self._tensors if not item.is_global or not item.watched.is_changed()]
+        for item in self._tensors if kept else ():
+            item.watched.hold_instead(kept.get(id(item.watched.tensor), item.watched.tensor))
 
     def restore(self) -> Restored:
-        """Return what one rerun is called with.
+        """Return the inputs of one rerun.
 
         Raises:
-            InputChangedError: something was changed after the forward.
+            InputChangedError: an input was changed after the forward.
         """
-        for found in self._tensors:
-            if found.watched.is_changed():
+        for item in self._tensors:
+            if item.watched.is_changed():
                 raise messages.input_changed(
-                    found.place, "was changed in place", found.watched.tensor, found.watched.version
+                    item.place, "was changed in place", item.watched.tensor, item.watched.version
                 )
-            if found.watched.has_other_memory():
-                raise messages.input_changed(found.place, messages.OTHER_MEMORY)
+            if item.watched.has_other_memory():
+                raise messages.input_changed(item.place, messages.OTHER_MEMORY)
         call = self._call
         rebound = {id(cell): value for cell, value in self._cells if contents_of(cell) is not value}
         if rebound:
@@ -180,11 +178,11 @@ class Originals:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among function and arguments."""
-        return [found.watched.tensor for found in self._tensors]
+        return [item.watched.tensor for item in self._tensors]
 
 
 class _Rebinding:
-    """Gives functions new cells where a closure variable was bound anew after the forward (Rule 2)."""
+    """Gives functions new cells for closure variables that were rebound after the forward (Rule 2)."""
 
     def __init__(self, contents: dict[int, Any]) -> None:
         self._contents = contents  # by id of the cell
@@ -219,7 +217,7 @@ class _Rebinding:
         function = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         function.__kwdefaults__ = value.__kwdefaults__
         function.__dict__.update(value.__dict__)
-        self._made[id(value)] = function  # before its cells are filled: it may call itself
+        self._made[id(value)] = function  # before its cells are filled: it may be recursive
         for cell, new in zip(value.__closure__ or (), cells, strict=True):
             if new is not cell:
                 known = id(cell) in self._contents
@@ -238,7 +236,7 @@ class _Rebinding:
         return made
 
     def _reaches(self, value: Any, seen: set[int]) -> bool:
-        """Whether `value` is a function from which a cell that was bound anew can be reached."""
+        """Whether `value` is a function from which a rebound cell is reachable."""
         if id(value) in seen or not isinstance(value, types.FunctionType | partial):
             return False
         seen.add(id(value))
@@ -257,12 +255,12 @@ class Inputs:
     def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], structure: "_C.Structure") -> None:
         self._held = held
         self._structure = structure
-        #: Name of the function, for error messages.
+        #: The function's name, for error messages.
         self.name = messages.name_of(function)
-        #: `torch.Generator`s found among the inputs, and in attributes of modules.
+        #: `torch.Generator`s among the inputs and in module attributes.
         self.generators = survey.generators
         self.devices = survey.devices
-        #: Tensors that only objects lead to.
+        #: Tensors that are reachable only through objects.
         self._object_tensors: list[Watched] = []
         self._add_what_objects_hold(survey, structure)
         self.parameters = _C.Parameters(function, structure.modules)
@@ -274,25 +272,25 @@ class Inputs:
         if tensors := structure.take_tensors():
             known = {id(tensor) for _, tensor, _ in survey.tensors}
             self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
-            devices = (found.tensor.device for found in self._object_tensors if not found.tensor.is_cpu)
+            devices = (watched.tensor.device for watched in self._object_tensors if not watched.tensor.is_cpu)
             self.devices = list(dict.fromkeys([*survey.devices, *devices]))
         self._add_generators(structure.take_generators())
 
-    def _add_generators(self, found: list[torch.Generator]) -> None:
-        if found:
-            self.generators = list(dict.fromkeys([*self.generators, *found]))
+    def _add_generators(self, generators: list[torch.Generator]) -> None:
+        if generators:
+            self.generators = list(dict.fromkeys([*self.generators, *generators]))
 
     @property
     def is_swapped(self) -> bool:
-        """Whether reruns change, for their time, what others see (Rule 6 of NOTE [ Found by the forward ])."""
+        """Whether reruns temporarily change state that others see (Rule 1 of NOTE [ Object state ])."""
         return self._buffers is not None or not self._structure.is_empty
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what to call in the forward instead of `function`."""
+        """Return the function to call in the forward instead of `function`."""
         return function if self._buffers is None else self._buffers.watching(function)
 
     def forward_done(self) -> None:
-        """Note what the forward itself bound anew or changed, and the parameters as it left them."""
+        """Record what the forward itself rebound or changed, and the parameters after it."""
         self.parameters.forward_done()
         kept = self._structure.forward_done()
         self._held.forward_done(kept)
@@ -302,21 +300,21 @@ class Inputs:
             self._buffers.forward_done()
 
     def restore(self) -> Restored:
-        """Return what one rerun is called with.
+        """Return the inputs of one rerun.
 
         Raises:
-            InputChangedError: something was changed after the forward.
+            InputChangedError: an input was changed after the forward.
         """
         restored: Restored = self._held.restore()
         return restored
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors that are held as they are."""
+        """The tensors that are held directly."""
         return self._held.tensors if isinstance(self._held, Originals) else []
 
     def is_half_done(self, restored: Restored) -> bool:
-        """Whether a rerun has yet to change back what its forward changed back (Rule 7 of Found by the forward)."""
+        """Whether a rerun has yet to undo a change that its forward undid too (Rule 6 of NOTE [ Object state ])."""
         is_bound_anew = any(contents_of(cell) is not value for cell, value in restored.unchanged_cells)
         return is_bound_anew or self._structure.is_half_done()
 
@@ -324,14 +322,14 @@ class Inputs:
         """Return the context of a rerun: containers, objects and modules are as the forward found them.
 
         Args:
-            checks: raise where an operator reads what could not be brought back.
+            checks: raise if an operator reads state that could not be restored.
         """
         are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
         are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
-        changed = [found for found in self._object_tensors if found.is_changed() or found.has_other_memory()]
+        changed = [watched for watched in self._object_tensors if watched.is_changed() or watched.has_other_memory()]
         if are_modules_as_found and self._structure.is_empty and not changed:
             return _NOTHING
-        stale = [self._stale(found) for found in changed]
+        stale = [self._stale(watched) for watched in changed]
         return self._swapped(stale, checks=checks)
 
     @contextmanager
@@ -343,12 +341,12 @@ class Inputs:
         ):
             yield
 
-    def _stale(self, found: Watched) -> Stale:
+    def _stale(self, watched: Watched) -> Stale:
         advice = (
             "Change a clone instead, or run backward before changing it. What the function itself changes in place "
             'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
         )
-        return Stale(found.tensor, found.version, self._structure.place_of(found.tensor), advice)
+        return Stale(watched.tensor, watched.version, self._structure.place_of(watched.tensor), advice)
 
 
 _NOTHING = nullcontext()

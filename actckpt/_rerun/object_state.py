@@ -1,31 +1,29 @@
-"""What a rerun finds in containers, objects and modules: what its forward found there.
+"""State of containers, objects and modules at the forward, restored for reruns.
 
-NOTE [ Found by the forward ]
+NOTE [ Object state ]
 
-Rule 1. A rerun finds in the lists, dicts, sets, deques and attributes of objects that its function and arguments
-        lead to (csrc/rerun/object_state.h), and at the global variables that the function names, what the forward
-        found there, whoever changed it since: somebody after the forward, or the forward itself, which appended to
-        a key-value cache. When the rerun ends, by an error too, what was there before it is put back. So nothing is
-        appended twice, and nobody outside sees a rerun.
-Rule 2. It is noted which object stands where. The tensors of containers are watched by Rule 1 of NOTE [ Inputs of a
-        region ]. Those that only objects lead to may change as long as no rerun reads them: a rerun runs under
-        `_StaleReads` once one has changed. Reads of subclasses, and of sparse tensors, are not seen: such a one raises.
-Rule 3. What the forward found is held, and never what it left: that may lead to the region's saved tensors, which own
-        the region, and Python's collector does not see through autograd's nodes. Nor is the graph held of a tensor
-        that the forward displaced: it may have been left there by the call before, whose region that would own.
-Rule 4. Left alone are the attributes of modules (frameworks keep state there that a second call must find as the
-        first one left it; states of generators come back by NOTE [ Random state ]), objects of torch's classes and of
-        the standard library's (but for namespaces and collections), objects with a lock of their own, which other
-        threads use, what trackers of random state hold, and what lies beyond 10,000 entries of objects. Globals count
-        for functions of one file.
-Rule 5. A parameter, buffer or module that another one has taken the place of is back for the rerun
-        (`functional_call`). So is what an attribute was before a generator was put there: one that a module makes in
-        its first forward has moved on since. Another thread that runs the same module meanwhile finds these, too.
-        Buffers that a forward changes: NOTE [ Buffers ].
-Rule 6. Such reruns run one at a time, as those that restore random state do.
-Rule 7. A rerun that ends early may be between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
-        Containers are put back all the same. Attributes, globals and closure variables may have been set by others
-        meanwhile: there the rerun runs to its end, where the function undoes its own change and no other.
+Rule 1. Restored are the contents that the forward found in lists, dicts, sets, deques and object attributes reachable
+from function and arguments (csrc/rerun/object_state.h), and in the global variables that the function names. It does
+not matter who changed them: the forward (which appended to a key-value cache) or code after it. The current contents
+are put back when the rerun ends, also after an error. So nothing is appended twice, and nobody outside sees a rerun.
+Such reruns run one at a time, as those that restore random state do.
+Rule 2. Only object identities are recorded. Tensors in containers are watched (NOTE [ Inputs of a region ], Rule 1). A
+tensor reachable only through objects may change as long as no rerun reads it: once one has changed, reruns run under
+`_StaleReads`. Reads of subclasses and sparse tensors cannot be seen, so a change of those raises.
+Rule 3. The region holds what the forward found, never what it left. That may lead to the region's saved tensors, which
+own the region, and Python's collector does not see cycles through autograd nodes. Nor does it hold the graph of a
+tensor that the forward displaced: the previous call may have left the tensor, and its graph would own that call's
+region.
+Rule 4. Excluded are module attributes (frameworks keep state there that a second call must see as the first one left
+it); objects of torch's and the standard library's classes, except namespaces and collections; objects with their own
+lock, which other threads use; what random state trackers hold; and everything beyond 10,000 entries of objects. Globals
+are recorded for functions of one file.
+Rule 5. A replaced parameter, buffer or module (`functional_call`) is put back for the rerun. So is the previous value
+of an attribute that now holds a generator: one that a module makes in its first forward has advanced since. Another
+thread that runs the same module meanwhile sees these too. For buffers that a forward changes see NOTE [ Buffers ].
+Rule 6. A rerun that stops early may lie between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
+Containers are put back anyway. Attributes, globals and closure variables may have been set by others meanwhile. For
+those, the rerun runs to its end, where the function undoes its own change and no other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +45,7 @@ __all__ = ["modules_as_found", "reads_checked", "structure_as_found"]
 
 @contextmanager
 def structure_as_found(structure: "_C.Structure") -> Iterator[None]:
-    """Run the body with what the forward found in containers and objects (Rule 1)."""
+    """Run the body with the forward's contents of containers and objects (Rule 1)."""
     if structure.is_empty:
         yield
         return
@@ -71,7 +69,7 @@ def modules_as_found(parameters: "_C.Parameters", buffers: Buffers | None) -> It
             _put(outside)
 
 
-#: A dict, a key in it, and what is to stand there; without the last, nothing.
+#: A dict, a key in it, and the value to set; without a value, the key is deleted.
 _Entry = tuple[Any, ...]
 
 
@@ -92,14 +90,14 @@ def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
     """Run the body; raise if an operator in it reads one of these tensors (Rule 2).
 
     Raises:
-        InputChangedError: one was read, or it cannot be told. Raised when the body ends, too, in case that it caught
-            the first one.
+        InputChangedError: one was read, or reads cannot be seen. Also raised at the end of the body, in case that user
+            code caught the first error.
     """
     if not stale:
         yield
         return
     for one in stale:
-        if storage_of(one.tensor) is None:  # a subclass, say: nothing tells what reads it
+        if storage_of(one.tensor) is None:  # a subclass, for example: its reads cannot be seen
             raise _stale_error(one, name)
     mode = _StaleReads(stale, name)
     with mode:
@@ -108,12 +106,12 @@ def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
         raise mode.error
 
 
-#: Operators that read nothing of the tensor that they write.
+#: Operators that do not read the tensor that they write.
 _OVERWRITE = {torch.ops.aten.copy_.default, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
 
 
 class _StaleReads(TorchDispatchMode):
-    """Raises where an operator reads a tensor that is not as the forward found it."""
+    """Raises if an operator reads a tensor that changed since the forward."""
 
     supports_higher_order_operators = True
 
@@ -132,10 +130,10 @@ class _StaleReads(TorchDispatchMode):
         written = written_tensors(func, args, kwargs)
         written_ids = {id(tensor) for tensor in written}
         read = [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in written_ids]
-        if (found := self._first_stale(read)) is not None and not _is_view(func):
-            # What is computed from a stale tensor in place, for itself, is as stale as it was.
+        if (stale := self._first_stale(read)) is not None and not _is_view(func):
+            # A stale tensor that is only updated in place stays as stale as it was.
             if not written or any(self._first_stale([tensor]) is None for tensor in written):
-                self.error = self.error or _stale_error(found, self._name)
+                self.error = self.error or _stale_error(stale, self._name)
                 raise self.error
         elif func in _OVERWRITE:
             self._freshen(written[0])

@@ -1,24 +1,22 @@
-"""Rerun: a region's dropped tensors come back by calling its function again.
+"""Rerun: a region's dropped tensors are restored by calling its function again.
 
 NOTE [ Rerun ]
 
-This is non-reentrant checkpointing as torch.utils.checkpoint does it, with the bookkeeping of saved
-tensors in C++ (csrc/frames). What differs from torch, each for a reason:
+This is non-reentrant checkpointing, as in torch.utils.checkpoint, with the bookkeeping of saved tensors in C++
+(csrc/rerun/frame.h). It differs from torch as follows.
 
-Rule 1. A rerun ends as soon as the last saved tensor that autograd still holds is back, not the last
-        one of the forward. It ends by a BaseException, which `except Exception` does not swallow.
-Rule 2. A value leaves the frame with its first unpack. If something reads it a second time in the
-        same backward (`ctx.saved_tensors` read twice), one more rerun brings the values back and
-        they stay until the end of that backward.
-Rule 3. Values that a backward did not use are dropped when it ends, also when it fails
-        (csrc/core/task_end.h). Those that room had to be made of (NOTE [ Pressure ]) come back
-        through one more rerun, which leaves out what was unpacked before. Under a GraphExecGroup,
-        values stay for its later backwards, unless one fails.
-Rule 4. One rerun of a region at a time. Who waited finds the values there.
-Rule 5. Each saved tensor must come back with the shape, dtype, device and, for parameters, the
-        version it had. Hooks switch autograd's own version check off; ours stands in for it.
-Rule 6. An outer region's lock may be taken while an inner one's is held (inputs come from outside),
-        never the other way round.
+Rule 1. A rerun stops as soon as the last saved tensor that autograd still holds is back, not the last one of the
+forward. It stops by a BaseException, which `except Exception` does not catch.
+Rule 2. A value leaves the frame at its first unpack. If it is read a second time in the same backward
+(`ctx.saved_tensors` read twice), one more rerun restores the values, and they stay until the end of that backward.
+Rule 3. Values that a backward did not use are dropped when it ends or fails (csrc/core/task_end.h). Values released
+under memory pressure (NOTE [ Pressure ]) are restored by one more rerun, which skips what was already unpacked. Under a
+GraphExecGroup, values stay for its later backwards, unless one fails.
+Rule 4. Reruns of one region are serialized by its lock. A thread that waited finds the values.
+Rule 5. Each saved tensor must be restored with the same shape, dtype, device and, for parameters, version. Hooks
+disable autograd's own version check; this replaces it.
+Rule 6. Lock order: an outer region's lock may be taken while an inner one's is held (inputs come from outside), never
+the other way round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +37,7 @@ __all__ = ["Region", "failure", "mismatch_error", "refill"]
 
 
 class Region:
-    """What a rerun needs of a region that is not of the common kind (csrc/rerun/region.h)."""
+    """The state that reruns need of a region that C++ does not run on its own (csrc/rerun/region.h)."""
 
     __slots__ = (
         "carried",
@@ -55,16 +53,16 @@ class Region:
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
         self.state = state.capture()
-        #: None: reruns leave random state alone.
+        #: None: reruns do not restore random state.
         self.random: random_state.RandomState | None = None
-        #: What extensions carry from the forward into reruns.
+        #: State that extensions carry from the forward into reruns.
         self.carried = extensions.capture()
-        #: The contexts of context_fn.
+        #: The contexts of `context_fn`.
         self.forward_context: AbstractContextManager[Any] | None = None
         self.rerun_context: AbstractContextManager[Any] | None = None
-        #: Inputs of the rerun under way.
+        #: Inputs of the current rerun.
         self.restored: Sequence[Any] = ()
-        #: Operators of both runs, for debug=True.
+        #: Operators of forward and rerun, for `debug=True`.
         self.trace: messages.Trace | None = None
 
     def run(
@@ -76,7 +74,7 @@ class Region:
         early_stop: bool,
         check_metadata: bool,
     ) -> Any:
-        """Run the forward: saved tensors become slots, nothing else is kept of them."""
+        """Run the forward: saved tensors become slots, which hold no data."""
         if self.forward_context is not None or self.carried is not None:
             function = partial(self._run_in_contexts, function)
         function = self.inputs.watching(function)
@@ -101,7 +99,7 @@ class Region:
         )
 
     def rerun(self, refill: "_C.Refill") -> None:
-        """Call the function under the state of its forward, until everything needed is back."""
+        """Call the function under the state of its forward, until all needed values are restored."""
         if self.carried is not None and not self.carried.allows_early_stop():
             refill.run_to_the_end()
         is_checked = refill.frame.metadata_is_checked
@@ -124,14 +122,14 @@ class Region:
                 if refill.has_failed:
                     raise _Failed
         except _Failed:
-            pass  # the extension words it
+            pass  # C++ raises the error
         finally:
             self.restored = ()
 
 
 @contextmanager
 def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
-    """Run the body with these contents of closure cells (Rule 2 of NOTE [ Inputs of a region ])."""
+    """Run the body with these contents of closure cells (NOTE [ Inputs of a region ], Rule 2)."""
     outside = [(cell, cell.cell_contents) for cell, _ in cells]
     try:
         for cell, value in cells:
@@ -147,12 +145,12 @@ class _Failed(BaseException):
 
 
 def refill(refill: "_C.Refill") -> None:
-    """Rerun the region of a refill; called by the extension where it does not do it itself."""
+    """Rerun the region of a refill; called from C++ if it cannot do that itself."""
     frame = refill.frame
     if frame.region is not None:
         frame.region.rerun(refill)
         return
-    # Of the common kind, but it draws random numbers, or global state or its modules are different now.
+    # C++ ran its forward, but it draws random numbers, or global state or its modules differ now.
     args = _C.restore_inputs(frame.args)
     with (
         random_state.swapped_in(frame.random) if frame.random is not None else nullcontext(),
@@ -164,7 +162,7 @@ def refill(refill: "_C.Refill") -> None:
 
 
 def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
-    """Return the error for a mismatch that the pack hook found, None if it does no harm (see Rule 5)."""
+    """Return the error for a mismatch that the pack hook found, None if it is harmless (Rule 5)."""
     if problem == "version":
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
         region = refill.frame.region
@@ -175,7 +173,7 @@ def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str
 
 
 def failure(what: "_C.Refill | _C.Frame") -> BaseException:
-    """Return the error of a rerun that went wrong, or that did not bring a tensor back."""
+    """Return the error of a rerun that failed, or that did not restore a tensor."""
     if isinstance(what, _C.Frame):
         return messages.not_saved(what)
     region = what.frame.region

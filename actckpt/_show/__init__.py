@@ -1,1 +1,1 @@
-"""Pictures."""
+"""Plots."""

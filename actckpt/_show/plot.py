@@ -1,4 +1,4 @@
-"""Pictures. matplotlib is optional and imported late."""
+"""Plots. matplotlib is optional and imported late."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 
 __all__ = ["COLOURS", "new_figure", "plot_points", "save_figure"]
 
-# Okabe and Ito: eight colours that people with any colour vision can tell apart.
+# Okabe and Ito: eight colours that people with any colour vision can distinguish.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
 _MIB = 2**20
 
 
 def plot_points(points: Mapping[str, tuple[float, float, float, float]], *, path: Path) -> None:
-    """Draw time against memory, one point per name, as a PNG or SVG file.
+    """Plot time against memory, one point per name, as a PNG or SVG file.
 
     Args:
         points: peak bytes, and the time as a ratio to that of the first name: median, lowest and highest.
-        path: of the file to write; its suffix says in which format.
+        path: of the file to write; its suffix selects the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -42,7 +42,7 @@ def plot_points(points: Mapping[str, tuple[float, float, float, float]], *, path
 
 
 def new_figure(width: float) -> Figure:
-    """Return an empty figure, `width` inches wide; raises ImportError where matplotlib cannot be imported."""
+    """Return an empty figure, `width` inches wide; raises ImportError if matplotlib cannot be imported."""
     try:
         from matplotlib.figure import Figure  # without pyplot: no global state, no display
     except ImportError as error:
@@ -53,8 +53,8 @@ def new_figure(width: float) -> Figure:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a figure; its suffix says in which format."""
+    """Write a figure; its suffix selects the format."""
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": "actckpt"}):  # else every run writes other ids
+    with matplotlib.rc_context({"svg.hashsalt": "actckpt"}):  # otherwise every run writes other ids
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

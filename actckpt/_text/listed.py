@@ -1,4 +1,4 @@
-"""Several names in few words, rows of numbers together."""
+"""Short texts for several names: numbered ones are combined."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ _NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>0|[1-9]\d*)(?P<tail>\D*)", re.D
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return names as text; those that follow each other in a number are one, and what they begin with stands once.
+    """Return names as text; consecutive numbers become a range, and a common prefix is written once.
 
     Example::
 
@@ -29,16 +29,16 @@ def listed(names: Iterable[str]) -> str:
             rows[-1][2].extend(numbers)
         else:
             rows.append((head, tail, numbers))
-    found: list[str] = []
+    parts: list[str] = []
     for place, (head, tail, numbers) in enumerate(rows):
         goes_on = place > 0 and bool(numbers) and not tail and rows[place - 1][:2] == (head, tail)
         range_ = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
-        found.append(f"{'' if goes_on else head}{range_}{tail}")
-    return ", ".join(found)
+        parts.append(f"{'' if goes_on else head}{range_}{tail}")
+    return ", ".join(parts)
 
 
 def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
-    """Return the names of blocks in the order of their calls, those of further calls of one with their number.
+    """Return the names of blocks in the order of their calls; repeated calls get their number.
 
     Example::
 
@@ -47,16 +47,16 @@ def calls_named(blocks: Sequence[str | None]) -> list[str | None]:
         [None, 'block', 'block@1']
     """
     calls: Counter[str] = Counter()
-    found: list[str | None] = []
+    names: list[str | None] = []
     for name in blocks:
-        found.append(f"{name}@{calls[name]}" if name is not None and calls[name] else name)
+        names.append(f"{name}@{calls[name]}" if name is not None and calls[name] else name)
         if name is not None:
             calls[name] += 1
-    return found
+    return names
 
 
 def without_call(name: str) -> str:
-    """Return the name of what is called, without the number of the call that `calls_named` gives.
+    """Return a name without the call number that `calls_named` adds.
 
     Example::
 

@@ -1,5 +1,5 @@
-"""Names of operators: those that the installed torch knows, the nearest to one that it does not know, and operators
-by name, since they cannot be pickled.
+"""Names of operators: those that the installed torch has, suggestions for unknown ones, and pickling by name, since
+operators cannot be pickled.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from actckpt._text.selectors import matches
 __all__ = ["RUNS_AS", "Operator", "Operators", "exists", "is_composite", "known", "named", "nearest", "portable"]
 
 #: An overload (`torch.ops.aten.mul.Tensor`), a higher-order operator, all overloads of an operator
-#: (`torch.ops.aten.mul`), or a name of any.
+#: (`torch.ops.aten.mul`), or the name of any of these.
 Operator = OperatorBase | OpOverloadPacket[..., Any] | str
 
 
 class _OperatorSequence(Protocol):
-    """A list or tuple of operators. To type checkers a text is none, since `in` takes only texts there, nor is a dict,
-    which has no `count`.
+    """A list or tuple of operators. To type checkers a str is none, since its `in` takes only str; nor is a dict, which
+    has no `count`.
     """
 
     def __contains__(self, value: object, /) -> bool: ...
@@ -33,7 +33,7 @@ class _OperatorSequence(Protocol):
 
 Operators = _OperatorSequence | AbstractSet[Operator]
 
-#: What torch runs instead of operators that programs call, on the CPU; devices have attention kernels of their own.
+#: What torch runs on the CPU instead of operators that programs call; devices have their own attention kernels.
 RUNS_AS = {
     "aten.linear": "aten.addmm, without a bias aten.mm",
     "aten.matmul": "aten.mm, aten.bmm, aten.mv or aten.dot",
@@ -62,12 +62,12 @@ def known() -> set[str]:
     return full | {name.rpartition(".")[0] for name in full}
 
 
-#: Patterns that were found: to list all operators takes milliseconds, and a plan names the same ones in each block.
+#: Patterns that matched: listing all operators takes milliseconds, and a plan names the same ones in each block.
 _found: set[str] = set()
 
 
 def exists(pattern: str) -> bool:
-    """Whether an operator has a name, which may have wildcards."""
+    """Whether an operator has this name, which may have wildcards."""
     if pattern not in _found:
         names = known()
         if pattern in names or any(matches(pattern, name) for name in names):
@@ -76,22 +76,22 @@ def exists(pattern: str) -> bool:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether torch makes an operator of others before a recorder sees it."""
+    """Whether torch decomposes an operator before a recorder sees it."""
     if not isinstance(op, OpOverload):
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def nearest(name: str) -> str:
-    """Return the names nearest to one, for a message."""
+    """Return the most similar names, for a message."""
     return ", ".join(difflib.get_close_matches(name, known(), n=3)) or "none"
 
 
 def named(name: str) -> Any:
-    """Return the overload (`aten.mul.Tensor`), packet (`aten.mul`) or higher-order operator that has a name.
+    """Return the overload (`aten.mul.Tensor`), packet (`aten.mul`) or higher-order operator with a name.
 
     Raises:
-        ValueError: there is none; names those that are near.
+        ValueError: there is none; suggests similar ones.
     """
     namespace, _, rest = name.replace("::", ".").removeprefix("torch.ops.").partition(".")
     base, _, overload = rest.partition(".")
@@ -108,7 +108,7 @@ def named(name: str) -> Any:
 
 
 class _ByName:
-    """Stands for an operator in what is pickled or copied: what comes back is the operator."""
+    """Stands for an operator in a pickle or copy, and is restored as the operator."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -118,7 +118,7 @@ class _ByName:
 
 
 def portable(value: Any) -> Any:
-    """Return `value` with operators in it, and in containers and `partial` functions, in a form that can be pickled."""
+    """Return `value` with operators inside, and in containers and `partial` functions, in a picklable form."""
     if isinstance(value, (OpOverload, OpOverloadPacket)):
         return _ByName(str(value))
     if isinstance(value, HigherOrderOperator):

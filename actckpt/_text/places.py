@@ -2,24 +2,28 @@
 
 NOTE [ Places ]
 
-Rule 1. A place is a module, an operator (`aten.mm.default`), its occurrence and which of its results: first those that
-        it returns, then the arguments that it writes to, each from 0. The text is
-        `module::operator#occurrence.result`, with `@call` after the module in every call but the first.
-Rule 2. The module is the one whose call runs the operator, by its qualified name in the outermost module that runs, or
-        by the name of its type where it is that one. What torch puts around modules (`_orig_mod`, FSDP, checkpoint
-        wrappers, DDP) is left out. A module with several names has the first. A rerun, that of torch's checkpoint too,
-        may begin further inside than its forward: what runs in a backward has the names that it had there; where it
-        was called in another one since, the checkpoint around it raises if other values stay. Where no
-        module runs: file and line of the `with` statement, or of the function, that the region is around.
-Rule 3. Occurrences count per call of the module, over all operators of this name that the region records there. Calls
-        that run operators count per module name and step. A step is over when a backward reads what it saved, when all
-        that it saved is gone, or when its region raised.
-Rule 4. A region around a whole model and regions around its layers (`apply`) give the same places. Several regions in
-        one call of a module are several calls of it: operators between them are not recorded, so nothing counts them.
-        A plan, which names blocks by the order of their calls, counts calls of modules anew in each of them: so its
-        tables do not depend on which other calls of a block are recorded.
-Rule 5. Nothing of a place is an address, or hashed by Python: it is the same whatever PYTHONHASHSEED is. Modules
-        elsewhere in the model, or after this one, change nothing.
+A place is a module, an operator (`aten.mm.default`), its occurrence, and the index of its result: first the returned
+ones, then the arguments that it writes to, each from 0. The text is `module::operator#occurrence.result`, with `@call`
+after the module in every call but the first.
+
+The module is the one whose call runs the operator. It is named by its qualified name in the outermost running module,
+or by its type if it is that one. Wrappers (`_orig_mod`, FSDP, checkpoint wrappers, DDP) are left out. A module with
+several names has the first. Where no module runs, it is file and line of the `with` statement, or of the function, that
+the region wraps. A rerun, including that of torch's checkpoint, may start further inside than its forward: code that
+runs in a backward keeps the names that it had in the forward. If it was called in another module since, the checkpoint
+around it raises if other values stay.
+
+Occurrences count per call of the module, over all operators of this name that the region records there. Calls that run
+operators count per module name and step. A step is over when a backward reads what it saved, when everything that it
+saved is dropped, or when its region raised.
+
+A region around a whole model and regions around its layers (`apply`) give the same places. Several regions in one call
+of a module count as several calls: operators between them are not recorded, so they cannot be counted. A plan names
+blocks by the order of their calls, and counts module calls anew in each block. So its tables do not depend on which
+other calls of a block are recorded.
+
+No part of a place is an address or a Python hash, so it does not depend on PYTHONHASHSEED. Modules elsewhere in the
+model, or after this one, do not change it.
 """
 
 import dataclasses
@@ -37,14 +41,15 @@ _COUNTS = re.compile(r"(?P<operator>[^#]*)(?:#(?P<occurrence>\d+)(?:\.(?P<result
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """Where a value comes from: names it in every step and process. See NOTE [ Places ] in actckpt/_text/places.py.
+    """The place where a value is made: names it in every step and process. See NOTE [ Places ] in
+    actckpt/_text/places.py.
 
     Attributes:
-        module: qualified name of the module whose call made it; where none ran, `file:line` of the region.
+        module: qualified name of the module whose call made it; if no module ran, `file:line` of the region.
         operator: with its overload: `aten.mm.default`.
-        occurrence: how many operators of this name ran before it in this call of the module.
-        result: which result of the operator it is.
-        call: how many calls of the module in this step came before.
+        occurrence: number of operators of this name that ran before it in this call of the module.
+        result: index of the operator's result.
+        call: number of earlier calls of the module in this step.
 
     Example::
 
@@ -79,10 +84,10 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> "Place":
-        """Return the place that has a text; the inverse of `str`.
+        """Return the place with a text; the inverse of `str`.
 
         Raises:
-            ValueError: it is the text of none; says which part is wrong.
+            ValueError: no place has this text; says which part is wrong.
         """
         module, colons, rest = text.rpartition("::")
         if not colons:
@@ -102,31 +107,31 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-    """A set of places: patterns (see `matches`) of modules and operators, and counts; None stands for any.
+    """A set of places: patterns (see `matches`) of modules and operators, and counts; None matches any.
 
-    `"layers.*.mlp::aten.mm"`: what `mm` makes in these modules. Without `::` a text is the name of modules or of an
-    operator (operators have a dot: `"aten.mm"`, all overloads, `"aten.mm.default"`). After `::` a word without a dot is
-    the short name of an operator: `"::softmax"`. `@1` after a module, `#0` and `#0.1` after an operator fix call,
-    occurrence and result.
+    `"layers.*.mlp::aten.mm"`: what `mm` makes in these modules. Without `::` a text names modules or an operator
+    (operators have a dot: `"aten.mm"`, all overloads, `"aten.mm.default"`). After `::` a word without a dot is the
+    short name of an
+    operator: `"::softmax"`. `@1` after a module, `#0` and `#0.1` after an operator select call, occurrence and result.
     """
 
     module: str | None
     operator: str | None
-    #: Of modules or operators, where the text does not say of which.
+    #: Of modules or operators, if the text does not say which.
     name: str | None = None
     call: int | None = None
     occurrence: int | None = None
     result: int | None = None
-    #: An operator without its namespace, its overload and the underscores before it.
+    #: An operator without its namespace, overload and leading underscores.
     word: str | None = None
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
     def parse(cls, text: str) -> "Selector":
-        """Return the selector that has a text.
+        """Return the selector with a text.
 
         Raises:
-            ValueError: it is the text of none; says which part is wrong.
+            ValueError: no selector has this text; says which part is wrong.
         """
         module, colons, rest = text.rpartition("::")
         if not text or (colons and not rest):
@@ -136,7 +141,7 @@ class Selector:
             raise ValueError(f"{text!r}: after '#' goes an occurrence, or occurrence.result: numbers from 0 on.")
         operator = counts["operator"]
         occurrence, result = (None if counts[name] is None else int(counts[name]) for name in ("occurrence", "result"))
-        matches(operator, "")  # raises if it is no pattern
+        matches(operator, "")  # raises if it is not a valid pattern
         if not colons and occurrence is None:
             name, call = _without_call(rest)
             return cls(name, None, call=call) if call is not None else cls(None, None, name)
@@ -149,12 +154,12 @@ class Selector:
         return cls(name or None, both[0], None, call, occurrence, result, both[1])
 
     def has(self, place: Place) -> bool:
-        """Whether a place is one of these."""
-        given = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
-        return all(one in (None, other) for one, other in given) and self.covers(place.module, place.operator)
+        """Whether a place is in the set."""
+        counts = (self.call, place.call), (self.occurrence, place.occurrence), (self.result, place.result)
+        return all(one in (None, other) for one, other in counts) and self.covers(place.module, place.operator)
 
     def is_of_operator(self, operator: str) -> bool:
-        """Whether the text says of which operators, and this is one of them."""
+        """Whether the text restricts operators, and this is one of them."""
         if self.word is not None:
             return not _is_any(self.word)
         pattern = self.operator if self.operator is not None else self.name
@@ -162,7 +167,7 @@ class Selector:
         return pattern is not None and not _is_any(pattern) and any(matches(pattern, name) for name in names)
 
     def covers(self, module: str | None, operator: str) -> bool:
-        """Whether what an operator makes in a module may be at one of these places."""
+        """Whether a result of an operator in a module may be in the set."""
         operators = operator, operator.rpartition(".")[0]
         if self.name is not None:
             return any(matches(self.name, name) for name in (*operators, module or ""))
@@ -183,6 +188,6 @@ def _short_names(operator: str) -> tuple[str, str]:
 
 
 def _without_call(module: str) -> tuple[str, int | None]:
-    """Return a module and the number of its call, None where the text has none."""
-    found = _CALL.fullmatch(module)
-    return (module, None) if found is None else (found["name"], int(found["call"]))
+    """Return a module and its call number, None if the text has none."""
+    match = _CALL.fullmatch(module)
+    return (module, None) if match is None else (match["name"], int(match["call"]))

@@ -1,9 +1,9 @@
-"""Policies that go by one word: the operators whose results they keep. Imports no torch."""
+"""Preset policies with one-word names: the operators whose results they keep. Imports no torch."""
 
 __all__ = ["OTHER_NAMES", "PRESETS"]
 
-#: Kernels that `scaled_dot_product_attention`, `flex_attention` and `varlen_attn` run, and operators of flash-attn and
-#: xFormers. Attention that a program spells out as matmuls and softmax is none.
+#: Kernels of `scaled_dot_product_attention`, `flex_attention` and `varlen_attn`, and operators of flash-attn and
+#: xFormers. Attention written as matmuls and softmax is not included.
 _ATTENTION = (
     *("aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu"),
     *("aten._scaled_dot_product_efficient_attention", "aten._scaled_dot_product_cudnn_attention"),
@@ -26,14 +26,14 @@ _BATCHED = (
 )
 _CONVOLUTIONS = ("aten.convolution", "aten.conv_tbc")
 
-#: By name, operators without their overloads; some are of packages that may not be installed.
+#: By name, operators without their overloads; some are from packages that may not be installed.
 PRESETS: dict[str, tuple[str, ...]] = {
     "attention": _ATTENTION,
     "matmuls": (*_DOTS, *_BATCHED, *_CONVOLUTIONS, *_ATTENTION),
     "dots_with_no_batch_dims": _DOTS,
 }
 
-#: What other libraries call policies, by our names.
+#: Names that other libraries use, and ours.
 OTHER_NAMES: dict[str, str] = {
     **dict.fromkeys(("full", "all", "always", "checkpoint", "drop", "recomputation", "uniform"), "recompute"),
     **dict.fromkeys(("none", "no", "never", "plain", "save", "store"), "keep"),

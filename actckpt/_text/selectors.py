@@ -1,7 +1,7 @@
-"""Patterns for names that dots divide: those of modules (`layers.0.mlp`) and of operators (`aten.mul.Tensor`).
+"""Patterns for dotted names: of modules (`layers.0.mlp`) and of operators (`aten.mul.Tensor`).
 
-The one matcher of names: `apply(blocks=)`, `te.wrap`, `configure(opaque=)` and tables of places go by it; selectors
-of values, which have both kinds of names, are in `places`.
+The only matcher of names: `apply(blocks=)`, `te.wrap`, `configure(opaque=)` and tables of places use it. Selectors of
+values, which have both kinds of names, are in `places`.
 """
 
 import functools
@@ -9,7 +9,7 @@ import re
 
 __all__ = ["is_pattern", "matches"]
 
-#: In the order in which they are looked for: what each part of a pattern stands for, as a regular expression.
+#: Parts of a pattern, in the order of the search, and their regular expressions.
 _PARTS = {
     r"\*\*\.": r"(?:.*\.)?",
     r"\*\*": r".*",
@@ -25,14 +25,14 @@ def is_pattern(name: str) -> bool:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern stands for a name.
+    """Whether a pattern matches a name.
 
-    `*` and `?` stop at dots, `**` crosses them, and `**.` may be nothing: `layers.*` is each layer and nothing inside
-    of them, `layers.**` also all that is in them, `**.mlp` every `mlp`. `[ab]` is one of these characters, `[!ab]` any
+    `*` and `?` stop at dots, `**` crosses them, and `**.` may be empty: `layers.*` is each layer without what is
+    inside, `layers.**` also everything inside, `**.mlp` every `mlp`. `[ab]` is one of these characters, `[!ab]` any
     other one.
 
     Raises:
-        ValueError: characters between brackets that are no set, such as `[b-a]`.
+        ValueError: the brackets contain an invalid set, such as `[b-a]`.
 
     Example::
 
@@ -58,6 +58,6 @@ def _expression(token: str) -> str:
     if len(token) > 1:  # a set of characters
         is_negated = token[1] in "!^" and len(token) > 3
         characters = re.escape(token[2:-1] if is_negated else token[1:-1])
-        characters = re.sub(r"(?<!-)\\-(?!\\-)", "-", characters)  # one hyphen makes a range, several are themselves
+        characters = re.sub(r"(?<!-)\\-(?!\\-)", "-", characters)  # one hyphen makes a range, several are literal
         return f"[{'^.' if is_negated else ''}{characters}]"
     return re.escape(token)

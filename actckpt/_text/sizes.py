@@ -1,4 +1,4 @@
-"""Sizes in bytes and times: read from text, and written for people. Does not import torch."""
+"""Sizes in bytes and times, parsed from text and formatted for people. Imports no torch."""
 
 import math
 import numbers
@@ -21,12 +21,13 @@ def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
     """Return a size in bytes.
 
     Args:
-        size: a whole number of bytes (also as a float: 4e9), or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`; units
-            also in small letters.
+        size: a whole number of bytes (also as a float: 4e9), or a text like `"64GiB"`, `"1.5 GB"`, `"4096"`; units may
+            be
+            lowercase.
         what: the call and its name, for the error.
         forms: what may be passed, for the error.
     Raises:
-        ValueError: it is not a size; names the one that may have been meant.
+        ValueError: it is not a size; suggests the one that may have been meant.
     """
     nbytes = _bytes_in(size)
     if nbytes is None:
@@ -35,7 +36,7 @@ def parse_bytes(size: object, *, what: str, forms: str = _FORMS) -> int:
 
 
 def _bytes_in(size: object) -> int | None:
-    """Return the bytes of a size; None: it is none."""
+    """Return the bytes of a size; None if it is not a size."""
     nbytes = -1
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
@@ -49,12 +50,12 @@ def _bytes_in(size: object) -> int | None:
 
 
 def _is_bits(unit: str) -> bool:
-    """Whether a unit is one of bits as people write them: Gb, Mib. In small letters alone bytes are meant."""
+    """Whether a unit means bits as people write them: Gb, Mib. All-lowercase units mean bytes."""
     return unit[:1] in _PREFIXES and unit[-1:] == "b"
 
 
 def number_in(text: str) -> float | None:
-    """Return the finite number from 0 on that a text is, also with a decimal comma or `_`; None if it is none."""
+    """Return the finite number >= 0 in a text, also with a decimal comma or `_`; None if it has none."""
     try:
         number = float(text.replace(",", "."))
     except ValueError:
@@ -63,7 +64,7 @@ def number_in(text: str) -> float | None:
 
 
 def _meant(size: object) -> str:
-    """Say which size a text may stand for; nothing where that cannot be told."""
+    """Return the size that a text may have meant; empty if unknown."""
     match = re.fullmatch(r"\s*(.*\d)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     number = None if match is None else number_in(match[1])
     if match is None or number is None:
@@ -71,7 +72,7 @@ def _meant(size: object) -> str:
     unit = match[2]
     units = [f"{prefix}{end}" for prefix in _PREFIXES if unit[:1].upper() == prefix for end in ("iB", "B")]
     units = [unit] if unit.upper() in _UNITS and not _is_bits(unit) else units
-    sizes = [text for each in units if _bytes_in(text := f"{number:.15g}{each}")]
+    sizes = [text for candidate in units if _bytes_in(text := f"{number:.15g}{candidate}")]
     bits = f" {unit!r} are bits." if units and _is_bits(unit) else ""
     return f"{bits} Did you mean {' or '.join(map(repr, sizes))}?" if sizes else bits
 
@@ -83,7 +84,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def unit_of(nbytes: float) -> tuple[str, int]:
-    """Return the unit in which a size is told, and how many bytes that is: `("GiB", 2**30)`, `("B", 1)`."""
+    """Return the unit for a size, and its bytes: `("GiB", 2**30)`, `("B", 1)`."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= size:
             return unit, size

@@ -1,4 +1,4 @@
-"""What was meant by a name that is not known."""
+"""Suggestions for unknown names."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
@@ -9,11 +9,11 @@ __all__ = ["did_you_mean"]
 def did_you_mean(
     names: Iterable[str], known: Sequence[str], *, cutoff: float = 0.6, show: Callable[[str], str] = str
 ) -> str:
-    """Return a sentence with the known name nearest to each of `names`, after a space; empty where none is near.
+    """Return a sentence with the known name nearest to each of `names`, after a space; empty if none is near.
 
     Args:
-        cutoff: how alike they are at least, in (0, 1].
-        show: how a known name stands in the sentence.
+        cutoff: minimum similarity, in (0, 1].
+        show: formats a known name for the sentence.
 
     Example::
 

@@ -6,7 +6,7 @@ __all__ = ["aligned"]
 
 
 def aligned(lines: Sequence[Sequence[str]], *, left: int) -> str:
-    """Return lines of cells in columns, the first `left` of them aligned to the left."""
+    """Return lines of cells in columns, the first `left` of them left-aligned."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(

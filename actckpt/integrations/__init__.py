@@ -1,4 +1,4 @@
-"""What other libraries need beside `actckpt.apply`: a module per library, which imports it only when it is called.
+"""What other libraries need besides `actckpt.apply`: one module per library, which imports it only when called.
 
-docs/libraries.md says what to write with each of them, and for which `apply` alone is all.
+docs/libraries.md shows the code for each library, and for which of them `apply` alone suffices.
 """

@@ -1,4 +1,4 @@
-"""A callback for the Trainer of Lightning."""
+"""A callback for Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ __all__ = ["callback"]
 def callback(policy: Policy | Plan | None = None, *, module: str = "", **options: Any) -> Callback:
     """Return a callback that checkpoints the blocks of a LightningModule while a Trainer fits it.
 
-    As `actckpt.apply` when the fit starts and `actckpt.remove` when it ends, also where it fails. Sharded by the
-    strategy, a module is sharded before: call `actckpt.apply` in `configure_model` then.
+    It calls `actckpt.apply` when the fit starts and `actckpt.remove` when it ends, also after an error. A strategy
+    shards the module before that: with sharding, call `actckpt.apply` in `configure_model` instead.
 
     Args:
         policy: of `actckpt.apply`. None: recompute, or what a budget says.
-        module: the name of the part that `apply` is given, for example `"net"`; the whole module by default. With a
-            budget it is the part that `training_step` calls, unless that is the module itself.
-        **options: keywords of `actckpt.apply`. Beside a budget, `optimizer` is those of the Trainer.
+        module: the name of the part to pass to `apply`, for example `"net"`; default: the whole module. With a budget
+            it
+            is the part that `training_step` calls, unless that is the module itself.
+        **options: keyword arguments of `actckpt.apply`. With a budget, `optimizer` is set to those of the Trainer.
     """
-    # The package that the program has: both are the same code, but a Trainer takes callbacks of its own only.
+    # The package that the program uses: both have the same code, but a Trainer accepts only its own callbacks.
     is_old = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
     base = importlib.import_module("pytorch_lightning" if is_old else "lightning.pytorch").Callback
 
@@ -43,7 +44,7 @@ def callback(policy: Policy | Plan | None = None, *, module: str = "", **options
             more: dict[str, Any] = {} if policy is None else {"policy": policy}
             part = pl_module.get_submodule(module)
             if has_budget(options):
-                more["optimizer"] = [each for each in trainer.optimizers if trains(each, part)]
+                more["optimizer"] = [optimizer for optimizer in trainer.optimizers if trains(optimizer, part)]
             apply(part, **{**more, **options})
             applied.append(part)
 

@@ -1,4 +1,4 @@
-"""A callback for trainers of Transformers, and so of TRL. Models of it need `actckpt.apply` alone."""
+"""A callback for the trainers of Transformers and TRL. Their models need only `actckpt.apply`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["callback"]
 
 
 def callback(policy: Policy | Plan | None = None, **options: Any) -> TrainerCallback:
-    """Return a callback for `Trainer`, and so for those of TRL: `apply` while it trains, `remove` afterwards.
+    """Return a callback for `Trainer`, including those of TRL: `apply` while it trains, `remove` afterwards.
 
     Args:
         policy: of `actckpt.apply`. None: recompute, or what a budget says.
-        **options: keywords of `actckpt.apply`. Beside a budget, `optimizer` is that of the trainer.
+        **options: keyword arguments of `actckpt.apply`. With a budget, `optimizer` is set to that of the trainer.
     """
     from transformers import TrainerCallback
 
-    given = options if policy is None else {"policy": policy, **options}
+    keywords = options if policy is None else {"policy": policy, **options}
 
     class Callback(TrainerCallback):
         is_applied = False
 
         def on_train_begin(self, *_: Any, model: Any, optimizer: Any = None, **__: Any) -> None:
-            self.on_train_end(model=model)  # an attempt before this one was given up, with batches that were too large
+            self.on_train_end(model=model)  # an earlier attempt was given up because its batches were too large
             more = {"optimizer": optimizer} if has_budget(options) else {}
-            apply(model, **{**more, **given})
+            apply(model, **{**more, **keywords})
             self.is_applied = True
 
         def on_train_end(self, *_: Any, model: Any, **__: Any) -> None:

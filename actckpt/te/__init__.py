@@ -1,8 +1,8 @@
 """TransformerEngine: bit-identical reruns and offloading around its modules. See docs/te.md.
 
-Importing this imports nothing of TransformerEngine. Once somebody loads it, `actckpt.checkpoint`, `apply` and
-`offload` carry its state by themselves; `checkpoint` here takes the arguments of TransformerEngine's function, and
-`wrap` chooses per module and makes backward through its modules repeatable.
+Importing this package does not import TransformerEngine. Once it is loaded, `actckpt.checkpoint`, `apply` and `offload`
+carry its state automatically. `checkpoint` here takes the arguments of TransformerEngine's function. `wrap` sets a
+policy per module and makes backward through its modules repeatable.
 """
 
 from actckpt.te.checkpointing import checkpoint

@@ -38,25 +38,25 @@ def checkpoint(
 ) -> _Result:
     """Run `function` without keeping what it saves for backward; backward runs it again.
 
-    Drop-in for `transformer_engine.pytorch.checkpoint`. What differs is in docs/te.md. Where TransformerEngine is not
-    loaded it does what `actckpt.checkpoint` does.
+    Drop-in for `transformer_engine.pytorch.checkpoint`; docs/te.md lists the differences. Without TransformerEngine it
+    behaves like `actckpt.checkpoint`.
 
     Args:
         function: a module or function; called with the other arguments, now and again in backward.
         distribute_saved_activations: keep only this rank's share of the first argument, a tensor, between forward and
-            backward; the ranks of `tp_group` gather it for the rerun. Not inside another region or `offload`, which
-            hold the inputs in their own way. Every rank must then run backward through the region.
-        get_rng_state_tracker: returns the random state tracker that reruns restore. The tracker that
-            TransformerEngine itself has in use is restored without it.
+            backward; the ranks of `tp_group` gather it for the rerun. Not supported inside another region or `offload`,
+            which hold the inputs themselves. Every rank must then run backward through the region.
+        get_rng_state_tracker: returns the random state tracker that reruns restore. TransformerEngine's own current
+            tracker is restored without it.
         tp_group: process group of `distribute_saved_activations`; None: all ranks.
         use_reentrant: accepted and ignored; True warns once. Nothing here is reentrant.
         context_fn: as in `actckpt.checkpoint`, as are determinism_check and debug.
     Returns:
-        What `function` returns.
+        The result of `function`.
     Raises:
         ValueError: `distribute_saved_activations` without a tensor as first argument, or without process groups.
-        TransformerEngineError: TransformerEngine is not as actckpt knows it.
-    Cost: one more forward of `function` in backward; one gather per rerun where the input was split.
+        TransformerEngineError: this TransformerEngine has unknown internals.
+    Cost: one more forward of `function` in backward; one gather per rerun if the input was split.
     """
     if _is_legacy(args):
         _warn_of_legacy()

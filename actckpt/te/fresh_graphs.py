@@ -1,16 +1,15 @@
-"""Regions that build their graph anew in each backward: `retain_graph=True` through TransformerEngine.
+"""Regions that build a new graph in each backward: `retain_graph=True` through TransformerEngine.
 
-NOTE [ Fresh graphs ]
+A TransformerEngine node can run backward only once: it drops what it holds. So the region is one node, which holds only
+inputs. Each backward runs the module again and differentiates that graph.
 
-Rule 1. A node of TransformerEngine can run backward once: it drops what it holds. So the region is one node, which
-        holds inputs only; each backward runs the module again and differentiates that graph.
-Rule 2. Every tensor that can get a gradient is an input of the node: the tensors among the arguments that require
-        grad, and the module's parameters. One that the forward reads besides raises; its gradient would be lost.
-Rule 3. The forward runs with grad mode on, as plain code does, and drops what it saves at once. Modules compute
-        otherwise without grad mode, and TransformerEngine counts its FP8 modules only with it.
-Rule 4. Hooks of parameters run once, where autograd accumulates the gradient, not in the inner graph.
-Rule 5. The held inputs are freed with the graph: they hang on a saved tensor of the node.
-Rule 6. The gradients are those of one backward; create_graph raises.
+Every tensor that can get a gradient is an input of the node: the arguments that require grad, and the module's
+parameters. If the forward reads another one, the region raises, because that gradient would be lost. Parameter hooks
+run once, where autograd accumulates the gradient, not in the inner graph.
+
+The forward runs with grad mode on, like plain code, and drops what it saves at once. Modules compute differently
+without grad mode, and TransformerEngine counts its FP8 modules only with it. The held inputs are freed with the graph:
+a saved tensor of the node owns them. Only first-order gradients are supported; create_graph raises.
 """
 
 import threading
@@ -43,7 +42,7 @@ def call_with_fresh_graphs(
     """Call `forward`, the forward of `module`, as one node whose backward may run any number of times.
 
     Args:
-        provider: what carries TransformerEngine's state; None where it is not loaded.
+        provider: carries TransformerEngine's state; None if it is not loaded.
         rng_trackers: callables that return random state trackers, besides those registered.
         input_hooks: (pack, unpack) for the held inputs.
     Raises:
@@ -76,12 +75,12 @@ def _check_no_others(
 
 
 class _FreshRegion:
-    """What one call needs to be run again."""
+    """The state of one call that is needed to run it again."""
 
     def __init__(self, call: Any, held: HeldCall, parameters: list[Any], provider: Provider | None) -> None:
         self._call = call
         self._held = held
-        #: TransformerEngine's state, where it is loaded.
+        #: TransformerEngine's state, if it is loaded.
         self._te = (provider, provider.capture()) if provider is not None else None
         self._is_update_due = False
         self.parameters = parameters
@@ -90,7 +89,7 @@ class _FreshRegion:
         self._constants: list[Any] = []
 
     def forward(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run the forward; return its tensors, detached, and which of them are differentiable (Rule 3)."""
+        """Run the forward; return its tensors, detached, and which of them are differentiable."""
         (function, args, kwargs), self._call = self._call, None
         leaves, args, kwargs = _with_leaves(args, kwargs, inputs)
         versions = [leaf._version for leaf in leaves]
@@ -135,7 +134,7 @@ class _FreshRegion:
         leaves, outputs = self._rerun()
         targets = [t for t, is_needed in zip((*leaves, *self.parameters), needed, strict=True) if is_needed]
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        found: Iterator[Tensor | None] = iter(())
+        gradients: Iterator[Tensor | None] = iter(())
         if pairs and targets:
             with ExitStack() as stack:
                 stack.enter_context(without_tensor_hooks(self.parameters))
@@ -144,9 +143,9 @@ class _FreshRegion:
                     stack.enter_context(provider.backward(te_state, is_update_due=self._is_update_due))
                 outs, grad_outs = zip(*pairs, strict=True)
                 del pairs, outputs, leaves
-                found = iter(torch.autograd.grad(outs, targets, grad_outs, allow_unused=True))
+                gradients = iter(torch.autograd.grad(outs, targets, grad_outs, allow_unused=True))
         for is_needed in needed:
-            yield next(found, None) if is_needed else None
+            yield next(gradients, None) if is_needed else None
 
     def _rerun(self) -> tuple[list[Tensor], list[Tensor]]:
         function, args, kwargs = self._held.restore()
@@ -169,14 +168,14 @@ class _FreshRegion:
 
 
 class _Node(torch.autograd.Function):
-    """The one node of a region (Rule 1)."""
+    """The single node of a region."""
 
     @staticmethod
     def forward(ctx: Any, region: _FreshRegion, num_inputs: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = region.forward(tensors[:num_inputs])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(t for t, d in zip(outputs, region.is_differentiable, strict=True) if not d))
-        ctx.save_for_backward(torch.empty(0))  # Rule 5: the hooks around put the region in its place
+        ctx.save_for_backward(torch.empty(0))  # the outer hooks replace it by the region
         return tuple(outputs)
 
     @staticmethod
@@ -196,7 +195,7 @@ _unpacked = threading.local()
 
 
 def _unpack_region(region: _FreshRegion) -> Tensor:
-    _unpacked.region = region  # autograd makes another tensor of the one that is returned
+    _unpacked.region = region  # autograd copies the returned tensor
     return torch.empty(0)
 
 
@@ -214,7 +213,7 @@ def _never(packed: None) -> Tensor:
 def _with_leaves(
     args: tuple[Any, ...], kwargs: dict[str, Any], inputs: Sequence[Tensor] | None
 ) -> tuple[list[Tensor], tuple[Any, ...], dict[str, Any]]:
-    """Put a leaf in the place of each tensor that requires grad, one per tensor; `inputs` are those to look for."""
+    """Replace each tensor that requires grad by a leaf, one per tensor; `inputs` are the tensors to look for."""
     values, spec = _pytree.tree_flatten((args, kwargs))
     made: dict[int, Tensor] = {id(tensor): tensor.detach().requires_grad_() for tensor in inputs or ()}
     for i, value in enumerate(values):
@@ -227,7 +226,7 @@ def _with_leaves(
 
 
 def _check_graph(outputs: list[Tensor], known: set[int]) -> None:
-    """Raise if the graph of `outputs` ends at a leaf that is not known (Rule 2)."""
+    """Raise if the graph of `outputs` ends at an unknown leaf."""
     nodes: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     seen = set(nodes)
     while nodes:

@@ -1,25 +1,24 @@
-"""What actckpt knows of TransformerEngine's insides; no other file does.
+"""TransformerEngine's internals; no other file uses them.
 
-NOTE [ TransformerEngine's insides ]
+Read in the sources of TransformerEngine 2.9 to 2.18 (each release), of the 2.19 branch and of 2.20.2. A version with
+other names is rejected, with the missing names. The versions differ as follows:
 
-Read in the sources of TransformerEngine 2.9 to 2.18 (each release), of the 2.19 branch and of 2.20.2. A version
-whose names differ is refused, with the names that are missing. What differs between those that were read:
-
-- 2.9 to 2.14 keep the FP8 state in class attributes of FP8GlobalStateManager, later ones in its
-  `quantization_state`; the depth of autocasts is `AUTOCAST_DEPTH` there and `autocast_depth` here.
+- 2.9 to 2.14 keep the FP8 state in class attributes of FP8GlobalStateManager, later ones in its `quantization_state`;
+  the depth of autocasts is `AUTOCAST_DEPTH` in the former and `autocast_depth` in the latter.
 - Until 2.18 the flags of a recompute are `_FP8_ACTIVATION_RECOMPUTE_ENABLED` and `_FP8_ACTIVATION_RECOMPUTE_PHASE`,
   from 2.19 on `_IN_ACTIVATION_RECOMPUTE_REGION` and `_ACTIVATION_RECOMPUTE_PHASE`.
-- Until 2.19 modules in eval mode put no copy of their scales aside in the forward, but want it in the recompute.
+- Until 2.19 modules in eval mode do not queue a copy of their scales in the forward, but need it in the recompute.
 - Until 2.11 a module whose recompute raises does not restore its scales.
-- 2.9 has one CPU offloader, with a flag; later ones have two, of which `NVTE_CPU_OFFLOAD_V1` chooses.
-- Quantized tensors can be taken apart (`__tensor_flatten__`) from 2.19 on.
+- 2.9 has one CPU offloader, with a flag; later ones have two, selected by `NVTE_CPU_OFFLOAD_V1`.
+- Quantized tensors have `__tensor_flatten__` from 2.19 on.
 
-With delayed scaling, a module in a recompute region puts a copy of its scales and amax history aside: it appends it
-to a queue of its own, in a list of queues that all modules share. In the recompute it takes the oldest entry, uses
-it for that forward, and restores what was there. The flags are globals of the process, not of the thread.
+With delayed scaling, a module in a recompute region copies its scales and amax history: it appends the copy to its own
+queue, in a list of queues that all modules share. In the recompute it takes the oldest entry, uses it for that forward,
+and restores the previous values. The flags are process-wide, not per thread.
 
-A module notes under which autocast, and in which dtype, it last ran. In a recompute, one that last ran quantized does
-not look again. Its casts of weights are kept between microbatches: `is_first_microbatch=True` writes to them in place.
+A module remembers under which autocast, and in which dtype, it last ran. In a recompute, a module that last ran
+quantized does not check again. It keeps its weight casts between microbatches: `is_first_microbatch=True` writes to
+them in place.
 """
 
 import sys
@@ -37,7 +36,7 @@ from actckpt.te.watching import Calls, Watcher
 __all__ = ["PACKAGE", "READ_VERSIONS", "Internals", "is_te_module", "read_already"]
 
 PACKAGE = "transformer_engine.pytorch"
-#: Oldest and newest version that was read.
+#: Oldest and newest version whose sources were read.
 READ_VERSIONS = ("2.9", "2.20.2")
 
 _FLAG_NAMES = (
@@ -50,9 +49,9 @@ _MANAGER_METHODS = (
 )
 _STATE_NAMES = ("fp8_tensors_recompute_buffer", "global_amax_buffer")
 _AUTOCAST_FIELDS = 6
-#: Place of `is_first_fp8_module` in what get_autocast_state returns.
+#: Index of `is_first_fp8_module` in the result of get_autocast_state.
 _FIRST_MODULE = 4
-#: What is noted of the last forward: by a module, an operation of te.ops, and what fuses them.
+#: What modules, te.ops operations and their fusers remember of the last forward.
 _NOTED = (
     *("fp8", "fp8_calibration", "fp8_parameters", "fp8_initialized", "fp8_meta_tensors_initialized"),
     *("activation_dtype", "fp8_meta", "quantizers", "_fp8_workspaces"),
@@ -60,9 +59,9 @@ _NOTED = (
     *("recipe_type", "backward_override", "_last_amax_history_len", "first_op_requiring_backward"),
     *("_forward_ops", "_backward_ops"),
 )
-#: In a module's `fp8_meta`: the place of its queue.
+#: In a module's `fp8_meta`: the index of its queue.
 _QUEUE_PLACE = "global_fp8_buffer_pos_fwd_recompute"
-#: In a module's `fp8_meta`: what its scales were before the recompute that is being run.
+#: In a module's `fp8_meta`: its scales before the running recompute.
 _UPDATED = ("updated_amax_history_fwd", "updated_scale_fwd")
 
 #: (inside a recompute region, in its recompute)
@@ -70,7 +69,7 @@ Flags = tuple[bool, bool]
 
 
 def installed_version() -> str | None:
-    """Return the version of the TransformerEngine that is loaded, or else installed; None if there is none."""
+    """Return the version of the loaded, else of the installed, TransformerEngine; None if there is none."""
     loaded = getattr(sys.modules.get("transformer_engine"), "__version__", None)
     if loaded is not None:
         return str(loaded)
@@ -85,7 +84,7 @@ def installed_version() -> str | None:
 
 
 def read_already(version: str) -> bool:
-    """Whether the insides of this version are among those that were read."""
+    """Whether the sources of this version were read."""
     oldest, newest = (_numbers(text) for text in READ_VERSIONS)
     return oldest <= _numbers(version)[:2] and _numbers(version)[:3] <= newest
 
@@ -100,7 +99,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def is_te_module(module: torch.nn.Module) -> bool:
-    """Whether this is a module of TransformerEngine, or of a class derived from one."""
+    """Whether this is a TransformerEngine module, or of a subclass."""
     return any(kind.__module__.split(".")[0] == "transformer_engine" for kind in type(module).__mro__)
 
 
@@ -108,7 +107,7 @@ class Internals:
     """The loaded TransformerEngine.
 
     Raises:
-        TransformerEngineError: its insides are not as in the versions that were read.
+        TransformerEngineError: its internals differ from those of the versions that were read.
     """
 
     def __init__(self) -> None:
@@ -155,10 +154,10 @@ class Internals:
             )
 
     def _module(self, name: str) -> ModuleType | None:
-        found = sys.modules.get(f"{PACKAGE}.{name}")
-        if found is None:
+        module = sys.modules.get(f"{PACKAGE}.{name}")
+        if module is None:
             self._missing.append(f"{PACKAGE}.{name}")
-        return found
+        return module
 
     def _name(self, owner: Any, name: str) -> Any:
         if owner is not None and not hasattr(owner, name):
@@ -169,7 +168,7 @@ class Internals:
 
     @property
     def flags(self) -> Flags:
-        """Whether a recompute region is being run, and whether that is its recompute."""
+        """Whether a recompute region is running, and whether that is its recompute."""
         region, phase = self._flags or ("", "")
         return getattr(self._distributed, region), getattr(self._distributed, phase)
 
@@ -180,7 +179,7 @@ class Internals:
 
     @property
     def queues(self) -> list[Any]:
-        """One queue per module, of [amax history, scale] that it put aside."""
+        """One queue per module, of the [amax history, scale] that it queued."""
         queues: list[Any] = self._fp8.fp8_tensors_recompute_buffer
         return queues
 
@@ -188,12 +187,12 @@ class Internals:
     def queues(self, queues: list[Any]) -> None:
         self._fp8.fp8_tensors_recompute_buffer = queues
 
-    #: What a module that has to take an entry, or put its scales back, and never put one aside, does not find.
+    #: Keys missing in a module that must take an entry, or restore its scales, and never queued one.
     queue_keys: tuple[str, str] = (_QUEUE_PLACE, _UPDATED[0])
 
     @property
     def first_module_flags(self) -> list[Any]:
-        """What te.checkpoint's forwards put aside for their recomputes, oldest first."""
+        """Flags that te.checkpoint's forwards queued for their recomputes, oldest first."""
         flags: list[Any] = self._context._is_first_fp8_module
         return flags
 
@@ -201,7 +200,7 @@ class Internals:
 
     @property
     def _fp8(self) -> Any:
-        """Where the FP8 state is; another object after FP8GlobalStateManager.reset()."""
+        """The holder of the FP8 state; another object after FP8GlobalStateManager.reset()."""
         return getattr(self._manager, "quantization_state", self._manager)
 
     @property
@@ -215,12 +214,12 @@ class Internals:
 
     @staticmethod
     def is_first_module(autocast: tuple[Any, ...]) -> bool:
-        """Whether the next FP8 module is the first of its autocast: the one that updates scales in backward."""
+        """Whether the next FP8 module is the first of its autocast, which updates scales in backward."""
         return bool(autocast[_FIRST_MODULE])
 
     @property
     def autocast_depth(self) -> int:
-        """How many te.autocasts are entered. Leaving the last updates the scales of the forward."""
+        """The number of active te.autocasts. Leaving the outermost one updates the scales of the forward."""
         depth: int = getattr(self._fp8, self._depth)
         return depth
 
@@ -230,7 +229,7 @@ class Internals:
 
     @contextmanager
     def no_backward_updates(self) -> Iterator[None]:
-        """Run the body with nothing that an update of the backward's scales would find."""
+        """Run the body with nothing that an update of backward scales would find."""
         buffers = self._fp8.global_amax_buffer  # keys begin with "forward" or "backward"
         self._fp8.global_amax_buffer = {key: held for key, held in buffers.items() if key.startswith("forward")}
         try:
@@ -244,14 +243,14 @@ class Internals:
 
     @property
     def rng_states(self) -> dict[str, Any]:
-        """The live states of the tracker in use: generators, or byte tensors."""
+        """The live states of the current tracker: generators, or byte tensors."""
         states: dict[str, Any] = self._distributed.get_all_rng_states()  # type: ignore[union-attr]
         return states
 
-    # ------------------------------------------------------------------ what TransformerEngine leaves open
+    # ------------------------------------------------------------------ hooks into TransformerEngine
 
     def watch(self, watcher: Watcher) -> None:
-        """Have `watcher` told what TransformerEngine does."""
+        """Notify `watcher` of TransformerEngine's calls."""
         calls = self._calls = Calls(watcher)
         calls.tell_of_recomputes(self._context)
         calls.tell_before(self._base, "prepare_forward", watcher.module_begins)
@@ -271,14 +270,14 @@ class Internals:
         """Whether a te.ops operation would quantize its forward with delayed scaling now."""
         if not self._manager.is_fp8_enabled() or not op.num_quantizers("forward"):
             return False
-        recipe = self._manager.get_fp8_recipe()  # a custom one may use delayed scaling for some tensors
+        recipe = self._manager.get_fp8_recipe()  # a custom recipe may use delayed scaling for some tensors
         return bool(recipe.delayed() or (hasattr(recipe, "custom") and recipe.custom()))
 
-    # ------------------------------------------------------------------ what is noted of the last forward
+    # ------------------------------------------------------------------ state of the last forward
 
     @staticmethod
     def noted(owner: Any) -> Callable[[], None]:
-        """Return what puts back all that a module, an operation or a fuser has noted of its last forward."""
+        """Return a function that restores what a module, operation or fuser remembers of its last forward."""
         values = {name: vars(owner)[name] for name in _NOTED if name in vars(owner)}
         outer = [held for held in values.values() if isinstance(held, dict)]
         inner = [held for kept in outer for held in kept.values() if isinstance(held, dict)]
@@ -293,35 +292,35 @@ class Internals:
         return put_back
 
     def begin_recompute(self, module: Any, inp: Tensor) -> None:
-        """Have a module's recompute go by the autocast, not by what the module noted of its last forward."""
+        """Make a module's recompute follow the autocast, not what the module remembers of its last forward."""
         for key in _UPDATED:
             module.fp8_meta.pop(key, None)
         place = module.fp8_meta.get(_QUEUE_PLACE, len(self.queues))
         has_entry = place < len(self.queues) and bool(self.queues[place])
         if self._manager.is_fp8_enabled() and (has_entry or self._manager.get_fp8_recipe().delayed()):
-            vars(module)["fp8"] = True  # it takes an entry, and does not look
+            vars(module)["fp8"] = True  # it takes an entry, and does not check
             module.set_activation_dtype(inp)
         else:
-            vars(module)["fp8"] = False  # it looks again
+            vars(module)["fp8"] = False  # it checks again
 
     def abandon_recompute(self, module: Any) -> None:
-        """Have a module use its own scales again whose recompute raised (TransformerEngine does so from 2.12 on)."""
+        """Make a module whose recompute raised use its own scales again (TransformerEngine does so from 2.12 on)."""
         if _UPDATED[0] in module.fp8_meta:
             self._manager.restore_fp8_meta_tensors(module.fp8_meta)
 
     @staticmethod
     def kept_casts(module: Any) -> list[Tensor]:
-        """Return the casts of weights that a module keeps between microbatches."""
+        """Return the weight casts that a module keeps between microbatches."""
         return [cast for cast in module._fp8_workspaces.values() if isinstance(cast, Tensor)]
 
     @staticmethod
     def parts(tensor: Any) -> list[Tensor]:
-        """Return the tensors behind a quantized one."""
+        """Return the tensors inside a quantized one."""
         return [part for part in vars(tensor).values() if isinstance(part, Tensor)]
 
     @staticmethod
     def leave_fsdp_group(module: Any) -> None:
-        """Have a module no longer spread what it saves over its FSDP group: te.checkpoint does so too."""
+        """Stop a module from sharding what it saves over its FSDP group, as te.checkpoint does."""
         if isinstance(module, torch.nn.Module) and is_te_module(module) and hasattr(module, "fsdp_wrapped"):
             set_attribute: Callable[[str, Any], None] = getattr(module, "fast_setattr", module.__setattr__)
             set_attribute("fsdp_wrapped", False)
@@ -331,22 +330,22 @@ class Internals:
 
     @property
     def is_offloading(self) -> bool:
-        """Whether TransformerEngine's own CPU offloading is on here."""
+        """Whether TransformerEngine's own CPU offloading is on."""
         return bool(self._offload.is_cpu_offload_enabled())  # type: ignore[union-attr]
 
     @staticmethod
     def is_marked(tensor: Tensor) -> bool:
-        """Whether TransformerEngine says that the tensor must not be offloaded."""
+        """Whether TransformerEngine marks the tensor as not offloadable."""
         return bool(getattr(tensor, "_TE_do_not_offload", False))
 
     @staticmethod
     def ready_event(tensor: Tensor) -> Any:
-        """The event after which the tensor's bytes are there, or None. Its name says something else."""
+        """The event after which the tensor's bytes are ready, or None; its name is misleading."""
         return getattr(tensor, "start_reload_event", None)
 
     @staticmethod
     def weight_tensors(module: torch.nn.Module) -> Iterator[Tensor]:
-        """Yield the tensors behind a module's weights: parameters, quantized ones part by part, cached casts."""
+        """Yield the tensors inside a module's weights: parameters, quantized ones part by part, cached casts."""
         workspaces = getattr(module, "_fp8_workspaces", None) or {}
         for weight in (*module._parameters.values(), *workspaces.values()):
             if isinstance(weight, Tensor):
@@ -356,4 +355,4 @@ class Internals:
 
 
 def _with_subclasses(kind: type[Any]) -> list[Any]:
-    return [kind, *(found for below in kind.__subclasses__() for found in _with_subclasses(below))]
+    return [kind, *(subclass for below in kind.__subclasses__() for subclass in _with_subclasses(below))]

@@ -1,17 +1,14 @@
-"""What TransformerEngine's modules note of their last forward, put right for one rerun.
+"""State that TransformerEngine modules remember of their last forward, corrected for one rerun.
 
-NOTE [ Modules in reruns ]
+A module's recompute trusts what the module remembers of its last forward. That may not be the region's forward, and may
+have had another precision. So the module follows the autocast of the rerun, as it did in the forward. What a module, a
+te.ops operation or a fuser remembers from a rerun is undone: the next forward sees the state of the last one. A rerun
+does not calibrate. A module whose recompute raises uses its own scales again.
 
-Rule 1. A module's recompute trusts what the module noted of its last forward. That need not be the region's: it may
-        have run in another precision since. So each goes by the autocast of the rerun, as it did in the forward.
-Rule 2. What a module, a te.ops operation or a fuser notes in a rerun is put back: the next forward finds what the last
-        one left.
-Rule 3. A rerun does not calibrate: the last forward's values stay.
-Rule 4. A cast of a weight that a module keeps between microbatches belongs to the last forward that made it. A rerun
-        of that forward makes the same bytes. Where another forward has made it since, with other scales, a rerun that
-        makes its own puts the bytes back when it ends, which is what plain code's backward reads; one that only
-        reads (`is_first_microbatch=False`) raises.
-Rule 5. A module whose recompute raises uses its own scales again.
+A weight cast that a module keeps between microbatches belongs to the last forward that made it. A rerun of that forward
+makes the same bytes. Another forward may have made the cast since, with other scales. Then a rerun that makes its own
+cast restores the bytes when it ends, because the backward of plain code reads them. A rerun that only reads the cast
+(`is_first_microbatch=False`) raises.
 """
 
 from collections.abc import Callable
@@ -30,17 +27,17 @@ _MADE_BY = "_actckpt_made_by"
 
 
 class ModulesInRerun:
-    """What is put aside in one rerun.
+    """Saved state of one rerun.
 
     Args:
-        num_casts: how many casts had been made when the region's forward ended.
+        num_casts: number of casts made until the region's forward ended.
     """
 
     def __init__(self, te: Internals, num_casts: int) -> None:
         self._te = te
         self.num_casts = num_casts
         self._modules: list[torch.nn.Module] = []
-        #: By id: the object, which must not go, and what puts back what it noted.
+        #: By id: the object, held so that ids stay unique, and the function that restores its state.
         self._seen: dict[int, tuple[Any, Callable[[], None]]] = {}
         #: Casts that another forward has made since and this rerun has not, by id; those that it has made; their bytes.
         self._newer: dict[int, Tensor] = {}
@@ -49,7 +46,7 @@ class ModulesInRerun:
 
     @staticmethod
     def note_cast(tensor: Any, number: int) -> None:
-        """Note who made a cast outside of reruns."""
+        """Record who made a cast outside of reruns."""
         setattr(tensor, _MADE_BY, number)
 
     def module_begins(self, module: torch.nn.Module, inp: Tensor) -> None:
@@ -79,7 +76,7 @@ class ModulesInRerun:
             self._seen[id(owner)] = owner, self._te.noted(owner)
 
     def check_casts(self) -> None:
-        """Raise if the rerun has read casts that are not the forward's."""
+        """Raise if the rerun has read casts that are not those of the forward."""
         if self._newer:
             shapes = ", ".join(str(tuple(cast.shape)) for cast in self._newer.values())
             raise TransformerEngineError(
@@ -90,13 +87,13 @@ class ModulesInRerun:
             )
 
     def abandon(self) -> None:
-        """Have modules whose recompute raised use their own scales again (Rule 5)."""
+        """Make modules whose recompute raised use their own scales again."""
         for module in self._modules:
             self._te.abandon_recompute(module)
 
     def put_back(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for part, bytes_ in self._bytes:
-            part.data.copy_(bytes_)  # as a kernel writes: versions do not move
+            part.data.copy_(bytes_)  # like a kernel's write: versions do not change
         for _, put_back in self._seen.values():
             put_back()

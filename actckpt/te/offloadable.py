@@ -1,16 +1,15 @@
-"""Which tensors of TransformerEngine's modules must not be offloaded, or given back as they are.
+"""Which tensors of TransformerEngine modules must not be offloaded, or must be unpacked as aliases.
 
-NOTE [ What stays ]
+- Tensors that TransformerEngine marks, and all tensors while its own CPU offloading is on: two offloaders would not
+  know of each other.
+- Weights, the parts of quantized weights, and weight casts that modules keep between microbatches. They are looked up
+  by storage in the modules whose forward runs.
+- Weight casts made in each forward. They are saved tensors and could be offloaded, but making them is as cheap as
+  loading them. They are recognised by their shape and one byte per element.
 
-Rule 1. What TransformerEngine marks, and everything while its own CPU offloading is on: two offloaders would not
-        know of each other.
-Rule 2. Weights, the parts of quantized weights, and the casts of weights that modules keep between microbatches.
-        They are looked up in the modules whose forward runs, by storage.
-Rule 3. A cast of a weight that is made anew in each forward belongs to the saved tensors and could be moved; but it
-        is as cheap to make as to bring back. It is recognised by its shape and its one byte per element.
-Rule 4. A tensor with a ready event is moved after that event.
-Rule 5. Backward empties what it is done with (`saved.data = torch.empty(0)`), for everybody who shares the object. So
-        what TransformerEngine saves is given back as an alias, also while it is not registered.
+A tensor with a ready event is offloaded after that event. Backward empties tensors that it has used
+(`saved.data = torch.empty(0)`), for every holder of the object. So what TransformerEngine saves is unpacked as an
+alias, even while TransformerEngine is not registered.
 """
 
 import sys
@@ -30,7 +29,7 @@ _ROOT = PACKAGE.partition(".")[0]
 
 
 class Staying:
-    """Says which tensors must stay (Rules 1 to 4)."""
+    """Decides which tensors must stay."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te
@@ -73,7 +72,7 @@ class Staying:
 
 
 class SavedByModules(Extension):
-    """What TransformerEngine saves is given back as an alias (Rule 5)."""
+    """Unpacks what TransformerEngine saves as an alias."""
 
     def clears_saved(self) -> bool:
         """Whether code of TransformerEngine is running."""
@@ -88,7 +87,7 @@ def _is_cast(shape: torch.Size, weight: torch.Size) -> bool:
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return the address of the tensor's bytes; None where there are none (a quantized tensor has parts instead)."""
+    """Return the address of the tensor's bytes; None if it has none (a quantized tensor has parts instead)."""
     try:
         return tensor.untyped_storage().data_ptr() or None
     except (NotImplementedError, RuntimeError):

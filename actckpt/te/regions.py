@@ -1,22 +1,19 @@
 """TransformerEngine's state around the forward and the reruns of a region.
 
-NOTE [ TransformerEngine in regions ]
-
-Rule 1. The flags of a recompute are set as te.checkpoint sets them, and the values before are put back: after a
-        nested region the outer one is still marked, also where the nested one is TransformerEngine's own.
-Rule 2. What modules put aside in a region's forward (their scales, with delayed scaling) is taken out of
-        TransformerEngine's queues and kept with the region. A rerun finds it in queues of its own. So regions may be
-        rerun in any order, several times, or never, and leave nothing behind.
-Rule 3. A region inside an outer one leaves the entries to the outer one too; inside an outer rerun it keeps what
-        its modules took from the outer region's queues. What was put aside inside a te.checkpoint stays in the
-        queues: te.checkpoint will take it.
-Rule 4. Each rerun must take exactly what the forward put aside. All else raises: it would have used other scales.
-        So a rerun does not stop early where there is anything to take.
-Rule 5. The FP8 state is what te.autocast sets, by value, with one level of depth more: an autocast inside the
-        function does not update scales a second time when it ends.
-Rule 6. The generators of the tracker in use are restored without asking. A tracker that holds bytes instead (only
-        before torch had graph-safe generators, or Megatron's own) must be registered or given: TransformerEngine
-        itself knows copies of them only.
+- The recompute flags are set as te.checkpoint sets them, and the previous values are restored. After a nested region
+  the outer one is still marked, even if the nested one is TransformerEngine's own.
+- Entries that modules queue in a region's forward (their scales, with delayed scaling) are moved from
+  TransformerEngine's queues to the region. A rerun sees them in its own queues. So regions may be rerun in any order,
+  several times, or never, and leave nothing behind.
+- A region inside an outer one also leaves the entries to the outer one. Inside an outer rerun it keeps what its modules
+  took from the outer region's queues. Entries queued inside a te.checkpoint stay in the queues: te.checkpoint takes
+  them.
+- Each rerun must take exactly the entries that the forward queued, else it used other scales and raises. So a rerun
+  with entries does not stop early.
+- The FP8 state is the one that te.autocast sets, by value, with the depth increased by one. So an autocast inside the
+  function does not update scales a second time when it ends.
+- The generators of the current tracker are restored automatically. A tracker that holds bytes instead (Megatron's own,
+  or before torch had graph-safe generators) must be registered or passed: TransformerEngine only has copies of them.
 """
 
 from collections import deque
@@ -34,22 +31,22 @@ from actckpt.te.offloadable import Staying
 
 __all__ = ["Provider", "RegionState"]
 
-#: What a module put aside: [amax history, scale].
+#: A queued copy: [amax history, scale].
 _Entry = Any
 
 
 class RegionState:
-    """What a region carries from its forward into its reruns."""
+    """State that a region carries from its forward into its reruns."""
 
     __slots__ = ("autocast", "entries", "first_module_flags", "num_casts")
 
     def __init__(self, autocast: tuple[Any, ...]) -> None:
         self.autocast = autocast
-        #: As a rerun that keeps its graph found them.
+        #: As found by a rerun that keeps its graph.
         self.first_module_flags: list[Any] = []
-        #: By place of the queue (Rule 2).
+        #: By index of the queue.
         self.entries: dict[int, list[_Entry]] = {}
-        #: How many casts of weights had been made when the forward ended.
+        #: Number of weight casts made until the forward ended.
         self.num_casts = 0
 
 
@@ -69,7 +66,7 @@ class Provider(Extension):
         self.te = te
         self._generators = _ActiveGenerators(te)
         self._staying = Staying(te)
-        #: Per open forward: entries that belong to a te.checkpoint inside (Rule 3), by id.
+        #: Per open forward: entries that belong to a te.checkpoint inside, by id.
         self._open: list[dict[int, _Entry]] = []
         self._reruns: list[ModulesInRerun] = []
         self._num_casts = 0
@@ -84,7 +81,7 @@ class Provider(Extension):
         """Entered around the forward.
 
         Args:
-            keeps_graph: whether what the forward builds for backward is used.
+            keeps_graph: whether the graph of the forward is used for backward.
         """
         te = self.te
         outer = te.flags
@@ -117,7 +114,7 @@ class Provider(Extension):
         """Entered around each rerun.
 
         Args:
-            keeps_graph: whether backward goes through what the rerun builds.
+            keeps_graph: whether backward uses the graph of the rerun.
         """
         te = self.te
         flags, autocast, depth, queues = te.flags, te.autocast, te.autocast_depth, te.queues
@@ -142,27 +139,27 @@ class Provider(Extension):
         finally:
             self._reruns.pop()
             modules.put_back()
-            # Queues that a module began in the rerun keep their places.
+            # Queues that a module created in the rerun keep their indices.
             queues.extend(deque() for _ in range(len(te.queues) - len(queues)))
             te.queues, te.flags, te.autocast, te.autocast_depth = queues, flags, autocast, depth
             if not keeps_graph:
                 te.first_module_flags[:] = state.first_module_flags
 
     def allows_early_stop(self, state: RegionState, /) -> bool:
-        """Whether a rerun may end before the function does (Rule 4)."""
+        """Whether a rerun may stop before the function returns."""
         return not state.entries
 
     def tracker(self) -> Tracker:
-        """The generators in use."""
+        """The current generators."""
         return self._generators
 
     def must_stay(self, tensor: torch.Tensor, /) -> bool:
-        """Whether a tensor must not be moved (NOTE [ What stays ])."""
+        """Whether a tensor must not be offloaded; see `offloadable`."""
         return self._staying.must_stay(tensor)
 
     @contextmanager
     def backward(self, state: RegionState, /, *, is_update_due: bool) -> Iterator[None]:
-        """Entered around the backward of a graph that a rerun built, whose FP8 modules all think they are the first.
+        """Entered around the backward of a rerun's graph, in which every FP8 module takes itself for the first.
 
         Args:
             is_update_due: whether one of them was the first in the forward.
@@ -170,13 +167,13 @@ class Provider(Extension):
         try:
             with self.te.no_backward_updates():
                 yield
-        finally:  # a te.checkpoint inside of which nothing was needed has left its flag
+        finally:  # a te.checkpoint in which nothing was needed has left its flag
             self.te.first_module_flags[:] = state.first_module_flags
         if is_update_due:
             self.te.update_backward_scales()
 
     def is_update_due(self, state: RegionState, /) -> bool:
-        """Whether an FP8 module of the forward that just ran was the first of its autocast."""
+        """Whether an FP8 module of the last forward was the first of its autocast."""
         return self.te.is_first_module(state.autocast) and not self.te.is_first_module(self.te.autocast)
 
     @staticmethod
@@ -187,7 +184,7 @@ class Provider(Extension):
 
     @property
     def is_rerunning(self) -> bool:
-        """Whether a region is being rerun."""
+        """Whether a rerun is active."""
         return bool(self._reruns)
 
     def module_begins(self, module: torch.nn.Module, inp: torch.Tensor) -> None:
@@ -225,7 +222,7 @@ class Provider(Extension):
         return entered_or_left
 
     def ops_begin(self, fuser: Any, ops: list[Any]) -> None:
-        """Called before fused te.ops, which put no copies of their scales aside."""
+        """Called before fused te.ops, which queue no copies of their scales."""
         if self._reruns:
             self._reruns[-1].ops_begin(fuser, ops)
         if (self._open or self._reruns) and any(self.te.has_delayed_scales(op) for op in ops):
@@ -238,12 +235,12 @@ class Provider(Extension):
             )
 
     def close(self) -> None:
-        """Undo what was done to TransformerEngine."""
+        """Undo all changes to TransformerEngine."""
         self.te.unwatch()
 
 
 class _ActiveGenerators:
-    """The generators of TransformerEngine's tracker in use, as a tracker (Rule 6)."""
+    """The generators of TransformerEngine's current tracker, as a tracker."""
 
     def __init__(self, te: Internals) -> None:
         self._te = te
@@ -258,18 +255,18 @@ class _ActiveGenerators:
 
 
 def _added(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:
-    """Return the entries that are in the queues now and were not before."""
-    found = {}
+    """Return the entries that were added to the queues."""
+    added = {}
     for place, queue in enumerate(queues):
         known = {id(entry) for entry in before[place]} if place < len(before) else set()
         new = [entry for entry in queue if id(entry) not in known]
         if new:
-            found[place] = new
-    return found
+            added[place] = new
+    return added
 
 
 def _gone(before: list[tuple[_Entry, ...]], queues: list[Any]) -> dict[int, list[_Entry]]:
-    """Return the entries that were in the queues before and are not now."""
+    """Return the entries that were removed from the queues."""
     return _added([tuple(queue) for queue in queues], list(before))
 
 

@@ -1,4 +1,4 @@
-"""Registers what carries TransformerEngine's state, once somebody loads TransformerEngine."""
+"""Registers the extension for TransformerEngine once that is loaded."""
 
 import importlib
 
@@ -26,7 +26,7 @@ def _make() -> Provider:
 
 
 def ignore() -> None:
-    """Leave TransformerEngine's state alone from now on: for processes whose regions never run its modules.
+    """Ignore TransformerEngine's state from now on: for processes whose regions never run its modules.
 
     Regions over its modules then compute wrong gradients under delayed scaling.
     """
@@ -38,24 +38,24 @@ def ignore() -> None:
 
 
 def provider() -> Provider | None:
-    """Return what carries TransformerEngine's state; None where it is not loaded, or ignored.
+    """Return the extension that carries TransformerEngine's state; None if it is not loaded, or ignored.
 
     Raises:
-        TransformerEngineError: its insides are not as in the versions that were read.
+        TransformerEngineError: its internals differ from those of the versions that were read.
     """
     extensions.register_lazy_extensions()
     return _registered[0] if _registered else None
 
 
 def leave_fsdp_group(function: object) -> None:
-    """Have a module of TransformerEngine no longer spread what it saves over its FSDP group."""
+    """Stop a TransformerEngine module from sharding what it saves over its FSDP group."""
     registered = provider()
     if registered is not None:
         registered.te.leave_fsdp_group(function)
 
 
 def describe() -> str:
-    """Return what TransformerEngine there is and what of it is carried, for `actckpt doctor`. Loads it."""
+    """Return which TransformerEngine there is and what of it is carried, for `actckpt doctor`. Loads it."""
     version = installed_version()
     if version is None:
         return "not installed: pip install 'actckpt[te]' on a machine with a CUDA build of torch"
@@ -64,7 +64,7 @@ def describe() -> str:
         Internals()
     except TransformerEngineError as error:
         return f"{version}, off: {' '.join(str(error).split())}"
-    except Exception as error:  # whatever keeps it from loading here is the finding
+    except Exception as error:  # the reason why it does not load is the finding
         return f"{version} is installed but does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     known = "read" if read_already(version) else f"newer than what was read ({READ_VERSIONS[1]}), with the same names"
     return f"{version} ({known}): regions carry FP8 state, recompute flags and generators; offloading leaves weights"

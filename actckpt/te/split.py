@@ -1,4 +1,4 @@
-"""`distribute_saved_activations`: ranks that have the same input keep a share of it each."""
+"""`distribute_saved_activations`: ranks with the same input each keep a share of it."""
 
 import math
 import weakref
@@ -14,19 +14,19 @@ __all__ = ["SplitInput"]
 
 
 class _Share:
-    """This rank's share of a tensor, in the order of its bytes."""
+    """This rank's share of a tensor, in memory order."""
 
     __slots__ = ("dims", "part", "shape")
 
     def __init__(self, tensor: Tensor, rank: int, num_ranks: int) -> None:
-        # Strides are kept: kernels may round differently for others. (Not those of an expanded tensor.)
+        # Strides are kept: kernels may round differently for others. (Except those of an expanded tensor.)
         self.dims = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
         tensor = tensor.detach().permute(self.dims)
         self.shape = tensor.shape
         size = math.ceil(tensor.numel() / num_ranks)
         self.part = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
         own = tensor.reshape(-1)[rank * size : (rank + 1) * size]
-        self.part[: own.numel()] = own  # the last shares may be shorter: they are filled up
+        self.part[: own.numel()] = own  # the last shares may be shorter: they are padded
 
     def gathered(self, group: Any, num_ranks: int) -> Tensor:
         """Return the tensor; all ranks of the group must call this."""
@@ -37,9 +37,9 @@ class _Share:
 
 
 class SplitInput:
-    """Hooks for the inputs of a region that split the first argument over the ranks of a group.
+    """Hooks for a region's inputs that split the first argument over the ranks of a group.
 
-    The tensor itself is left alone: TransformerEngine cuts its data, also for others that use it.
+    The tensor itself is not changed: TransformerEngine cuts its data, for all its users.
     """
 
     def __init__(self, args: tuple[Any, ...], group: Any) -> None:
@@ -49,10 +49,10 @@ class SplitInput:
                 "initialized. Call torch.distributed.init_process_group() first, or leave the keyword out."
             )
         if not args or type(args[0]) is not Tensor or args[0].layout is not torch.strided:
-            found = type(args[0]).__name__ if args else "no argument"
+            actual = type(args[0]).__name__ if args else "no argument"
             raise ValueError(
                 "te.checkpoint: distribute_saved_activations=True splits the first argument, which must be a dense "
-                f"tensor, and it is {found} here. Pass the tensor first, or leave the keyword out."
+                f"tensor, and it is {actual} here. Pass the tensor first, or leave the keyword out."
             )
         # Weak: the region that holds these hooks must not hold the tensor.
         self._first = weakref.ref(args[0])

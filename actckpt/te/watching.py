@@ -1,4 +1,4 @@
-"""Replaces functions of TransformerEngine by some that tell a watcher first. `internals.py` knows which."""
+"""Wraps functions of TransformerEngine to notify a watcher. `internals.py` selects them."""
 
 import functools
 from collections.abc import Callable
@@ -11,21 +11,21 @@ __all__ = ["Calls", "Watcher"]
 
 
 class Watcher(Protocol):
-    """Who is told what TransformerEngine does."""
+    """Notified of TransformerEngine's calls."""
 
     @property
     def is_rerunning(self) -> bool:
-        """Whether a region is being rerun."""
+        """Whether a rerun is active."""
 
     def nested(self) -> Callable[[bool], None] | None:
         """Called before a te.checkpoint's forward or recompute.
 
         Returns:
-            What to call with True once it is entered and with False once it is left, or None.
+            A function to call with True on entry and with False on exit, or None.
         """
 
     def module_begins(self, module: torch.nn.Module, inp: Tensor) -> None:
-        """Called before a module's forward looks at the autocast."""
+        """Called before a module's forward checks the autocast."""
 
     def ops_begin(self, fuser: Any, ops: list[Any]) -> None:
         """Called before fused te.ops."""
@@ -35,14 +35,14 @@ class Watcher(Protocol):
 
 
 class Calls:
-    """What was replaced for one watcher."""
+    """The functions wrapped for one watcher."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._originals: list[tuple[Any, str, Any]] = []
 
     def tell_of_recomputes(self, context: Any) -> None:
-        """Tell of entering and leaving TransformerEngine's recompute regions: one clears the flags when it ends."""
+        """Notify of entering and leaving TransformerEngine's recompute regions; leaving one clears the flags."""
         entered: list[Callable[[bool], None] | None] = []
         enter, leave = context.__enter__, context.__exit__
 
@@ -77,7 +77,7 @@ class Calls:
         self._replace(owner, name, watched)
 
     def skip_in_reruns(self, owner: Any, name: str) -> None:
-        """Do nothing where a region is being rerun."""
+        """Make a method do nothing during reruns."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -91,7 +91,7 @@ class Calls:
         setattr(owner, name, function)
 
     def undo(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for owner, name, original in reversed(self._originals):
             setattr(owner, name, original)
         self._originals = []

@@ -1,14 +1,7 @@
-"""`wrap` and `unwrap`: what happens to the saved tensors of each TransformerEngine module of a model.
+"""`wrap` and `unwrap`: a policy for the saved tensors of each TransformerEngine module of a model.
 
-Forwards are replaced by attributes of the instances, as `actckpt.apply` does: modules keep their types, `state_dict`
-keys and hooks.
-
-NOTE [ Wrapped modules ]
-
-Rule 1. A policy for the whole means the outermost modules of TransformerEngine; a policy by name or type, those that
-        match. A match inside another one that is recomputed would change nothing and raises.
-Rule 2. With retain_graph, no node of TransformerEngine may be outside a region that builds its graph anew: what no
-        entry matches is wrapped as well, module by module, outermost first.
+Forwards are replaced by instance attributes, as in `actckpt.apply`: modules keep their types, `state_dict` keys and
+hooks.
 """
 
 from __future__ import annotations
@@ -53,24 +46,25 @@ def wrap(
     get_rng_state_tracker: GetTracker | None = None,
     min_bytes: int | str = DEFAULT_MIN_BYTES,
 ) -> torch.nn.Module:
-    """Recompute, offload or keep what TransformerEngine's modules save for backward.
+    """Recompute, offload or keep what TransformerEngine modules save for backward.
 
     Args:
-        module: a module of TransformerEngine, a container of such modules, or a model that has some. Changed in place.
-        policy: `"recompute"`: run the module again in backward. `"offload"`: move what it saves off the GPU. `"keep"`:
-            leave it. One for all outermost modules of TransformerEngine, or a dict of several: its keys are qualified
-            names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`; `*`
+        module: a TransformerEngine module, a container of such modules, or a model that has some. Changed in place.
+        policy: `"recompute"`: run the module again in backward. `"offload"`: move its saved tensors off the GPU.
+            `"keep"`:
+            leave it unchanged. One for all outermost TransformerEngine modules, or a dict of several: its keys are
+            qualified names of submodules or their ends (`"self_attention"`), also with wildcards (`"layers.*"`; `*`
             stops at dots, `**` crosses them), types, or names of types.
-        retain_graph: let backward run any number of times, which TransformerEngine's modules cannot: each wrapped
-            module is run again in each backward. `"offload"` then moves the inputs that this needs; `"keep"` raises.
+        retain_graph: let backward run any number of times, which TransformerEngine modules do not support: each wrapped
+            module is run again in each backward. `"offload"` then offloads the inputs that this needs; `"keep"` raises.
         get_rng_state_tracker: as in `te.checkpoint`.
         min_bytes: for `"offload"`: smaller tensors stay.
     Returns:
         `module`.
     Raises:
-        BlocksError: no module of TransformerEngine, a key that matches none, or one that is wrapped already.
+        BlocksError: there is no TransformerEngine module, a key matches none, or a module is wrapped already.
         ValueError: an unknown policy, or `"keep"` with retain_graph.
-    Cost: one more forward of what is recomputed; with retain_graph, of everything, in each backward.
+    Cost: one more forward of recomputed modules; with retain_graph, of all modules, in each backward.
     """
     chosen = _chosen(module, policy, retain_graph=retain_graph)
     wrapped = [name for name, part in module.named_modules() if _is_wrapped(part)]
@@ -116,9 +110,9 @@ class _WrappedForward:
         self.options = options
         self.min_bytes = min_bytes
         self.retain_graph = retain_graph
-        #: A forward that the instance had of its own.
+        #: The instance's own forward before.
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.__wrapped__ = module.forward  # the signature, for `inspect`
+        self.__wrapped__ = module.forward  # for `inspect`: the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, args, kwargs)
@@ -132,7 +126,7 @@ class _WrappedForward:
         return bound
 
     def context(self) -> AbstractContextManager[Any]:
-        """What a module that is not recomputed runs in."""
+        """The context for a module that is not recomputed."""
         return offload(min_bytes=self.min_bytes) if self.action == "offload" else everything_stays()
 
 
@@ -165,7 +159,13 @@ def _is_wrapped(module: torch.nn.Module) -> bool:
 def _chosen(
     module: torch.nn.Module, policy: ModulePolicy, *, retain_graph: bool
 ) -> dict[torch.nn.Module, ModuleAction]:
-    """Return the modules to wrap, each with its action."""
+    """Return the modules to wrap, each with its action.
+
+    A policy for the whole applies to the outermost TransformerEngine modules; a policy by name or type, to the matches.
+    A match inside another one that is recomputed would have no effect and raises. With retain_graph, every
+    TransformerEngine node must be in a region that builds a new graph. So modules that no entry matches are wrapped
+    too, outermost first.
+    """
     _check_policy(policy, retain_graph=retain_graph)
     outermost = dict(_outermost(module, ""))
     if not outermost:
@@ -176,13 +176,13 @@ def _chosen(
         )
     if isinstance(policy, str):
         return dict.fromkeys(outermost.values(), policy)
-    found: dict[str, ModuleAction] = {}
+    actions: dict[str, ModuleAction] = {}
     for key, action in policy.items():
-        found |= dict.fromkeys(_matching(module, key), action)
-    _check_nesting(found)
-    chosen = {part: found[name] for name, part in module.named_modules() if name in found}
+        actions |= dict.fromkeys(_matching(module, key), action)
+    _check_nesting(actions)
+    chosen = {part: actions[name] for name, part in module.named_modules() if name in actions}
     if retain_graph:
-        covered = tuple(name for name, action in found.items() if action != "keep")
+        covered = tuple(name for name, action in actions.items() if action != "keep")
         chosen |= dict.fromkeys(_uncovered(module, "", covered), "recompute")
     return chosen
 
@@ -212,7 +212,7 @@ def _outermost(module: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.
 
 
 def _uncovered(module: torch.nn.Module, name: str, covered: tuple[str, ...]) -> Iterator[torch.nn.Module]:
-    """Yield the outermost modules of TransformerEngine neither covered nor around what is (Rule 2)."""
+    """Yield the outermost TransformerEngine modules that are neither covered nor around covered ones."""
     if name in covered:
         return
     is_around = any(other.startswith(f"{name}." if name else "") for other in covered)
@@ -245,15 +245,15 @@ def _matches(name: str, module: torch.nn.Module, key: str) -> bool:
     return key in (name, type(module).__name__) or (bool(name) and matches(f"**.{key}", name))
 
 
-def _check_nesting(found: Mapping[str, str]) -> None:
-    for name in found:
+def _check_nesting(actions: Mapping[str, str]) -> None:
+    for name in actions:
         around = [
             other
-            for other, action in found.items()
+            for other, action in actions.items()
             if other != name and action == "recompute" and (not other or name.startswith(f"{other}."))
         ]
         if around:
             raise ValueError(
-                f"te.wrap: {name!r} ({found[name]}) is inside {around[0]!r}, which is recomputed as a whole: its own "
+                f"te.wrap: {name!r} ({actions[name]}) is inside {around[0]!r}, which is recomputed as a whole: its own "
                 "policy would change nothing. Name one of the two."
             )

@@ -9,7 +9,7 @@
 namespace actckpt::python {
 namespace {
 
-// Throws what a call of the engine threw as the Python error that it is registered as.
+// Throws the current engine exception as the registered Python error.
 [[noreturn]] void throw_as_python() {
   static auto* const rethrow = new py::cpp_function(
       [](std::uintptr_t error) { std::rethrow_exception(*reinterpret_cast<const std::exception_ptr*>(error)); });
@@ -18,7 +18,7 @@ namespace {
   std::terminate();
 }
 
-// What `body` returns; throws Python errors only.
+// The result of `body`; throws only Python errors.
 template <typename Body>
 auto in_python(Body body) {
   try {
@@ -41,7 +41,7 @@ class CpuTicket final : public StoreTicket {
     return in_python([this] {
       store_->check_writes();
       py::object found = handle_.get();
-      while (found.is_none()) {  // again where another thread unloads in between
+      while (found.is_none()) {  // again if another thread unloads in between
         const py::object buffer = new_buffer();
         found = handle_.load(static_cast<std::uintptr_t>(address_of(buffer.ptr())), buffer);
       }
@@ -66,7 +66,7 @@ class CpuTicket final : public StoreTicket {
  private:
   py::object new_buffer() const { return allocate_bytes(static_cast<long long>(handle_.nbytes()), device_.ptr()); }
 
-  CpuStore* const store_;  // whose Python object outlives this
+  CpuStore* const store_;  // its Python object outlives this
   TicketHandle handle_;
   const py::object device_;
 };
@@ -94,7 +94,7 @@ TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nby
   }
 }
 
-// So nobody can drop the reference before it is counted here.
+// Holds the GIL throughout, so that nobody can drop the reference before it is counted here.
 py::object TicketHandle::look(bool* busy) {
   Released released;
   const Lookup lookup = engine_->look(ticket_, &released);

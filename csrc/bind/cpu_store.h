@@ -1,7 +1,7 @@
-// A host engine's tickets as Python sees them, and the store of CPU tensors that the hooks of offloading call directly.
+// The Python objects for a host engine's tickets, and the store of CPU tensors that the offload hooks call directly.
 //
-// Thread rule: GIL held; what waits releases it. Ownership: tickets share the engine, and those of a store are used
-// while its Python object lives.
+// Thread rule: GIL held; calls that wait release it. Ownership: tickets share the engine; a store's tickets are used
+// while its Python object is alive.
 
 #pragma once
 
@@ -23,7 +23,7 @@ using EnginePtr = std::shared_ptr<HostEngine>;
 TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
                     const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must);
 
-// Its end is the ticket's drop.
+// Destruction drops the ticket.
 class TicketHandle {
  public:
   TicketHandle(EnginePtr engine, TicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
@@ -33,7 +33,7 @@ class TicketHandle {
 
   std::size_t nbytes() const { return ticket_->bytes; }
 
-  // Keeps the GIL where the answer is known, else releases it and waits. None: `load` must bring the bytes back.
+  // Keeps the GIL if the answer is known, else releases it and waits. None: `load` must read the bytes.
   py::object get();
   // Keeps the GIL: queues.
   bool prefetch(std::uintptr_t ptr, const py::object& keep);
@@ -50,7 +50,7 @@ class TicketHandle {
   const TicketPtr ticket_;
 };
 
-// Moves CPU tensors to one tier of an engine.
+// Offloads CPU tensors to one tier of an engine.
 class CpuStore final : public Store {
  public:
   CpuStore(EnginePtr engine, std::shared_ptr<ByteStore> tier) : engine_(std::move(engine)), tier_(std::move(tier)) {}
@@ -59,7 +59,7 @@ class CpuStore final : public Store {
   EnginePtr engine() const { return engine_; }
   std::shared_ptr<ByteStore> tier() const { return tier_; }
 
-  // Tells of writes that failed meanwhile; their tensors stayed.
+  // Logs new failed writes; their tensors stayed.
   void check_writes();
 
  private:

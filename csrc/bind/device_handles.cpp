@@ -7,7 +7,7 @@
 namespace actckpt::python {
 namespace {
 
-// Gives what a call released to Python when the call ends, also by an exception.
+// Passes what a call released to Python when the call ends, also after an exception.
 class Finisher {
  public:
   explicit Finisher(DeviceHandle* owner) : owner_(owner) {}
@@ -86,7 +86,7 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
   if (releases.empty()) {
     return;
   }
-  py::error_scope pending;  // a destructor may run while an exception is on its way
+  py::error_scope pending;  // a destructor may run while an exception propagates
   for (const Release& release : releases) {
     auto* const object = static_cast<PyObject*>(release.keep);
     if (!release.uses.empty()) {

@@ -1,10 +1,10 @@
-// A device engine and its tickets as Python sees them.
+// The Python objects for a device engine and its tickets.
 //
-// Contract: whatever the engine hands back, `finish` gives to the callable `release(keep, uses)`,
-// with uses a list of (device, stream), and then drops it; empty uses need no call. An exception of
-// `release` is reported as unraisable: it runs in destructors too.
-// Thread rule: GIL held unless a function says otherwise. `get` keeps it throughout, so that nobody
-// can drop the reference it returns before it is counted.
+// Contract: `finish` passes whatever the engine releases to the callable `release(keep, uses)`, with uses a list of
+// (device, stream), and then drops it; empty uses need no call. An exception of `release` is reported as unraisable: it
+// runs in destructors too.
+// Thread rule: GIL held unless a function says otherwise. `get` keeps it throughout, so that nobody can drop the
+// reference that it returns before it is counted.
 // Ownership: a handle owns backend, pool and engine; tickets share the handle.
 
 #pragma once
@@ -27,11 +27,11 @@ namespace actckpt::python {
 void bind_device(py::module_& module);
 
 struct HandleSettings {
-  std::string library;  // of the driver; empty: a driver was given in its place
+  std::string library;  // of the driver; empty: a driver object is used instead
   PoolConfig pool;
   std::uint64_t window_bytes = DeviceConfig().window_bytes;
   std::shared_ptr<SpillFile> file;  // null: no disk
-  std::uint64_t bounce_bytes = 0;   // pinned for bounce buffers, beside the pool
+  std::uint64_t bounce_bytes = 0;   // pinned for bounce buffers, in addition to the pool
   std::uint64_t buffer_bytes = SpillSettings().buffer_bytes;
   int num_workers = 2;  // 0: `work` runs their jobs
   ProtocolRules rules;
@@ -54,7 +54,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   DeviceStats stats() { return engine_->stats(); }
   PoolStats pool_stats() { return pool_->stats(); }
 
-  // Runs queued jobs of workers in this thread until there is none, without the GIL.
+  // Runs queued worker jobs in this thread until there is none, without the GIL.
   void work();
 
   // No thread and no device call from now on; without the GIL.
@@ -86,7 +86,7 @@ class DeviceTicketHandle {
   bool use(int device, std::uintptr_t stream);
 
   // (object, record_stream wanted), or None: allocate on the stream and `load(..., urgent=True)`.
-  // Releases the GIL while a worker has to bring the bytes first.
+  // Releases the GIL while a worker has to load the bytes first.
   py::object get(int device, std::uintptr_t stream);
   bool load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep, bool urgent);
   void unload();

@@ -1,4 +1,4 @@
-// The engine in the extension. Only the files of this folder know both it and Python.
+// The engine in the extension. Only the files of this folder use both it and Python.
 
 #include "bind/engine.h"
 #include "bind/device_handles.h"

@@ -1,9 +1,8 @@
-// The engine as Python sees it, and what the files that bind it share.
+// The engine's Python interface, and helpers that the binding files share.
 //
-// For CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in
-// a Pool or a SpillFile. For device tensors: a DeviceEngine, with host memory and a
-// spill file below pinned memory. Streams are (device, handle), the handle being
-// the one that the driver's library knows:
+// CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in a Pool or a SpillFile. Device
+// tensors: a DeviceEngine, with host memory, and a spill file below pinned memory. Streams are (device, handle), with
+// the driver library's handle:
 //
 //   ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
 //   if not ticket.use(device, other_stream):                   # the same storage is saved on another stream
@@ -16,21 +15,21 @@
 //       found[0].record_stream(the stream)
 //
 // To prefetch: allocate with `ticket.put_stream` current, and `load` on it with `urgent=False`; False means that there
-// was no need. `unload` releases what was brought back. `ticket.tier` is "pinned" or "disk".
-// `release(keep, uses)` is called for each source that the engine releases: it must call `record_stream` for each use,
-// and not refer to the engine. It may run at any call of the engine and in the garbage collector.
+// was no need. `unload` releases loaded bytes. `ticket.tier` is "pinned" or "disk". `release(keep, uses)` is called for
+// each source that the engine releases: it must call `record_stream` for each use, and must not refer to the engine. It
+// may run at any call of the engine and in the garbage collector.
 //
-// `put(..., must=False)` never waits, and answers a Kept instead: FULL, nothing has room; BUSY, no bounce buffer is
+// `put(..., must=False)` never waits, and returns a Kept instead: FULL, nothing has room; BUSY, no bounce buffer is
 // free; BEHIND, copies lag by a window; CAPTURING, the stream is captured into a graph; FAILED and STRANDED, a device
-// call failed before, or in this put. With `must` it waits, counted, where bytes that go below pinned memory find no
-// bounce buffer free. `why_no_driver(library)` is empty where that library can be opened.
+// call failed before, or in this put. With `must` it waits (counted) if bytes that go below pinned memory find no free
+// bounce buffer. `why_no_driver(library)` is empty if that library can be opened.
 //
 // Every error derives from EngineError. A call in a forked child raises ForkedError. Engines are shut down at
-// interpreter exit. What may wait releases the GIL.
+// interpreter exit. Calls that may wait release the GIL.
 //
-// Contract: each bind_* function adds its classes to the module. NOTE [References]: a KeepAlive of
-// the engine is an owned PyObject*. It is taken with the GIL held and dropped by `drop_references`,
-// with the GIL held and no lock of the engine.
+// Contract: each bind_* function adds its classes to the module. NOTE [References]: a KeepAlive of the engine is an
+// owned PyObject*. It is taken with the GIL held and dropped by `drop_references`, with the GIL held and no lock of the
+// engine.
 // Thread rule: GIL held throughout.
 
 #pragma once
@@ -51,14 +50,14 @@ void bind_engine(py::module_& module);
 void bind_memory(py::module_& module);
 void bind_host(py::module_& module);
 
-// Drops what the engine handed back. Any Python code may run here.
+// Drops what the engine released. Any Python code may run here.
 inline void drop_references(const Released& released) {
   for (const KeepAlive keep : released) {
     Py_DECREF(static_cast<PyObject*>(keep));
   }
 }
 
-// An owned reference on its way into the engine; dropped unless `commit` was called.
+// An owned reference that is passed to the engine; dropped unless `commit` was called.
 class Reference {
  public:
   explicit Reference(const py::object& object) : object_(object.ptr()) { Py_INCREF(object_); }

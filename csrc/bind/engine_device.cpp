@@ -1,4 +1,5 @@
-// Binds the engine of device tensors, its tickets and its figures. Each function says what it does with the GIL.
+// Binds the engine of device tensors, its tickets and its statistics. Each function documents whether it releases the
+// GIL.
 
 #include <pybind11/stl.h>
 
@@ -61,7 +62,7 @@ std::shared_ptr<cuda::CudaBackend> backend_over(const std::string& library) {
   }
 }
 
-// Where the engine waits, the given device runs first, and then the workers' jobs, in this thread.
+// When the engine waits, the given device runs first, and then the workers' jobs, in this thread.
 std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSettings settings, const py::object& release) {
   settings.rules = driver.rules;
   const std::shared_ptr<cuda::CudaBackend> backend(new cuda::CudaBackend(driver.table),

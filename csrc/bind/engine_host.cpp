@@ -1,4 +1,5 @@
-// Binds the host engine of CPU tensors, its tickets and its stores. Each function says what it does with the GIL.
+// Binds the host engine of CPU tensors, its tickets and its stores. Each function documents whether it releases the
+// GIL.
 
 #include <pybind11/stl.h>
 
@@ -50,19 +51,19 @@ void collect(HostEngine& engine) {
   drop_references(released);
 }
 
-// Called by the interpreter in its main thread, with the GIL: what was written is freed though
-// nobody calls the engine again.
+// Called by the interpreter in its main thread, with the GIL: written sources are freed even if nobody calls the engine
+// again.
 int collect_all(void*) {
   for (const EnginePtr& engine : live_engines()) {
     try {
       collect(*engine);
-    } catch (const ForkedError&) {  // its parent's, to whom the memory belongs
+    } catch (const ForkedError&) {  // a parent's engine: the memory belongs to the parent
     }
   }
   return 0;
 }
 
-// Needs no GIL. False where too many calls wait: the next copy to end tries again.
+// Needs no GIL. False if too many calls are pending: the next finished copy tries again.
 bool tell_released() { return Py_AddPendingCall(&collect_all, nullptr) == 0; }
 
 void shut_down_all() {
@@ -150,7 +151,7 @@ void bind_host_engine(py::module_& module) {
           py::arg("nbytes"))
       // Keeps the GIL: no lock.
       .def_property_readonly("num_failed_writes", &HostEngine::num_failed_writes)
-      // Release the GIL: wait. The first one until what is to be written fits the window.
+      // Release the GIL: wait. The first one waits until pending writes fit the window.
       .def(
           "make_room", [](HostEngine& self) { self.make_room(0); }, NoGil())
       .def("flush", &HostEngine::flush, NoGil())

@@ -1,5 +1,4 @@
-// Binds where the engine keeps bytes, in memory and on disk: pool and spill file. Each function says what it does with
-// the GIL.
+// Binds the engine's memory and disk storage: pool and spill file. Each function documents whether it releases the GIL.
 
 #include <pybind11/stl.h>
 

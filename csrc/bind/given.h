@@ -1,5 +1,5 @@
-// What may be put under the engine in place of the machine's own: another extension, built by a compiler of the same
-// ABI, hands it over in a capsule.
+// Replacements for the machine's own facilities under the engine: another extension, built by a compiler with the same
+// ABI, passes them in a capsule.
 
 #pragma once
 
@@ -18,15 +18,15 @@ using GivenFileIo = std::shared_ptr<FileIo>;
 
 struct GivenDriver {
   const cuda::Driver* table;
-  // Lets the device run until it has nothing to do; called where the engine waits. Owns what the table needs.
+  // Runs the device until it is idle; called when the engine waits. Owns what the table needs.
   std::function<void()> advance;
-  ProtocolRules rules;  // all, but in mutation tests
+  ProtocolRules rules;  // all on, except in mutation tests
 };
 
 inline constexpr const char* kFileIoCapsule = "actckpt.GivenFileIo";
 inline constexpr const char* kDriverCapsule = "actckpt.GivenDriver";
 
-// A copy of what the capsule holds. Throws where it is a capsule of another name, or none.
+// A copy of the capsule's contents. Throws if it is a capsule of another name, or none.
 template <typename Given>
 Given given(const pybind11::object& capsule, const char* name) {
   auto* const found = static_cast<Given*>(PyCapsule_GetPointer(capsule.ptr(), name));

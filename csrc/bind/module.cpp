@@ -1,8 +1,7 @@
-// The extension module actckpt._C: checkpointed regions and their saved tensors, the hooks of offloading, and the
-// engine.
+// The extension module actckpt._C: checkpointed regions and their saved tensors, the offload hooks, and the engine.
 //
-// No function of regions and hooks releases the GIL, since all of them handle Python objects; what blocks (a lock, the
-// user's function) is called through Python, which releases it. Those of the engine say what they do.
+// Functions of regions and hooks do not release the GIL, since all of them handle Python objects. What blocks (a lock,
+// the user's function) is called through Python, which releases it. Functions of the engine document what they do.
 #include "bind/engine.h"
 #include "core/all_or_nothing.h"
 #include "core/generators.h"
@@ -48,7 +47,7 @@
 
 namespace {
 
-// The only connection between the rooms and Python: what each of them takes from the names stands here.
+// The only connection between the rooms and Python: distributes the names to the rooms that use them.
 void connect(const pybind11::dict& given) {
   actckpt::connect_names(given);
   const actckpt::Names& names = actckpt::names();
@@ -58,7 +57,7 @@ void connect(const pybind11::dict& given) {
 
 }  // namespace
 
-// The extension relies on the GIL. Saying so also fills the macro's variadic argument.
+// The extension relies on the GIL. The argument also fills the macro's variadic parameter.
 #if PYBIND11_VERSION_HEX >= 0x03010000
 #define ACTCKPT_GIL_USED pybind11::mod_gil_used()
 #else
@@ -68,7 +67,7 @@ void connect(const pybind11::dict& given) {
 PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   module.doc() = "Checkpointed regions, the tensors that they save, and the offload engine.";
   actckpt::intern_names();
-  actckpt::add_store_type(module);  // that stores of the engine derive from
+  actckpt::add_store_type(module);  // stores of the engine derive from it
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
   actckpt::add_refill_type(module);

@@ -3,7 +3,7 @@
 namespace actckpt {
 namespace {
 
-// Called with the pair (method, undo) and, first of the arguments, the object.
+// Called with the pair (method, undo) as self; the first argument is the object.
 PyObject* call_both(PyObject* pair, PyObject* const* arguments, Py_ssize_t count) {
   PyObject* result = PyObject_Vectorcall(PyTuple_GET_ITEM(pair, 0), arguments, count, nullptr);
   if (result != nullptr || count == 0) return result;

@@ -1,8 +1,8 @@
-// What the garbage collector asks of types that hold Python objects. One list of references answers it:
-// `for_each_reference(object, visit)` calls `visit` with each field, a PyObject*&, that `object` owns.
+// Garbage collection for types that hold Python objects, from one list of references: `for_each_reference(object,
+// visit)` calls `visit` with each field, a PyObject*&, that `object` owns.
 //
-// The collector must not be told of a reference that others own too: it would take what is alive for garbage. So the
-// fields of a C++ object that is shared are left out, which can only keep something alive.
+// Do not report a reference that others own too: the collector would take live objects for garbage. So fields of a
+// shared C++ object are left out, which can only keep something alive.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -25,7 +25,7 @@ int visit_all(Object& object, visitproc visit, void* argument) {
   return result;
 }
 
-// Nothing is freed before all fields are null: that can run Python.
+// Frees nothing before all fields are null: freeing can run Python code.
 template <typename Object>
 void release_all(Object& object) {
   std::vector<PyObject*> released;
@@ -35,7 +35,7 @@ void release_all(Object& object) {
   for (PyObject* reference : released) Py_DECREF(reference);
 }
 
-// `tp_traverse` and `tp_clear` of a type whose objects are of this struct.
+// `tp_traverse` and `tp_clear` of a type whose objects have this struct.
 template <typename Object>
 int traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -48,7 +48,7 @@ int clear(PyObject* self) {
   return 0;
 }
 
-// The C++ object of an instance of pybind11; null while it is being made, and where C++ owns it too.
+// The C++ object of a pybind11 instance; null during construction, and if C++ owns it too.
 template <typename Object, typename Holder>
 Object* object_of(PyObject* self) {
   auto found = reinterpret_cast<py::detail::instance*>(self)->get_value_and_holder();
@@ -59,7 +59,7 @@ Object* object_of(PyObject* self) {
   return found.template value_ptr<Object>();
 }
 
-// For py::class_<Object, Holder>. `release` empties the object, which must stay one that can be called.
+// For py::class_<Object, Holder>. `release` empties the object, which must stay callable.
 template <typename Object, typename Holder = std::unique_ptr<Object>>
 py::custom_type_setup by_collector() {
   return py::custom_type_setup([](PyHeapTypeObject* heap_type) {

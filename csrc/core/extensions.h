@@ -1,4 +1,4 @@
-// What extensions say: lists of callables, connected from actckpt/_core/extensions.py.
+// Callbacks of extensions: lists of callables, connected from actckpt/_core/extensions.py.
 //
 // Thread rule: GIL held.
 #pragma once

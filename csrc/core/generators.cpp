@@ -12,7 +12,7 @@ namespace {
 
 struct Captured {
   py::object generator;
-  py::object state;  // contiguous byte tensor of the CPU
+  py::object state;  // contiguous CPU byte tensor
 };
 
 struct StatesObject {

@@ -1,4 +1,4 @@
-// States of random number generators, captured by value and written back into the same generators.
+// Random generator states, captured by value and written back into the same generators.
 //
 // See NOTE [ Random state ] in actckpt/_core/random_state.py for the rules.
 #pragma once
@@ -10,10 +10,10 @@ namespace actckpt {
 // Captures the states of a tuple of generators: a GeneratorStates.
 py::object capture_generators(PyObject* generators);
 
-// The same at the start of a function that runs again: Rule 8 of NOTE [ Random state ].
+// The same at the start of a function that is rerun: Rule 5 of NOTE [ Random state ].
 py::object capture_generators_of_rerun(PyObject* generators);
 
-// The states of the same generators as they are now.
+// The current states of the same generators.
 py::object generators_now(const py::object& states);
 
 // Writes the states back into their generators.

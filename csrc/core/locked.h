@@ -1,4 +1,4 @@
-// A lock of Python (`threading.RLock`) for the length of a scope. To wait for it releases the GIL.
+// Holds a Python lock (`threading.RLock`) for a scope. Waiting for it releases the GIL.
 #pragma once
 
 #include "core/python.h"

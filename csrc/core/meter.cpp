@@ -13,7 +13,7 @@
 namespace actckpt {
 namespace {
 
-// Tells that a storage died: a weak reference, and the StorageDeath that it calls.
+// Detects the death of a storage: a weak reference, and the StorageDeath that it calls.
 struct Watch {
   py::object reference;
   py::object death;
@@ -22,14 +22,14 @@ struct Watch {
 using Storages = std::unordered_map<PyObject*, Watch>;
 
 struct MeterObject {
-  PyObject_HEAD Storages alive;  // by storage, borrowed: they go as their storages do
+  PyObject_HEAD Storages alive;  // by storage, borrowed: entries go when their storages die
   long long live_bytes;
   long long peak_bytes;
 };
 
 // Called when a storage dies. The meter owns it, not the storage, which may outlive the meters of thousands of steps.
 struct DeathObject {
-  PyObject_HEAD MeterObject* meter;  // borrowed; null once it is gone
+  PyObject_HEAD MeterObject* meter;  // borrowed; null once it is freed
   PyObject* storage;                 // borrowed
   long long nbytes;
 };

@@ -1,6 +1,6 @@
-// How many bytes of a region's values are alive at once.
+// Counts how many bytes of a region's values are alive at once.
 //
-// A storage counts from when it is noted until it dies, whoever holds it, once however often it is noted.
+// A storage counts once, from when it is first noted until it dies, whoever holds it.
 // Thread rule: GIL held. Ownership: nothing noted is kept alive, nor does it keep a meter alive.
 #pragma once
 

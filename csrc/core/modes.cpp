@@ -14,7 +14,7 @@ PyMethodDef modes_functions[] = {
 }  // namespace
 
 py::object unknown_modes() {
-  if (PyLong_AsLong(call(names().num_dispatch_modes).ptr()) == 0) return py::tuple();  // most of the time
+  if (PyLong_AsLong(call(names().num_dispatch_modes).ptr()) == 0) return py::tuple();  // the common case
   return call(names().unknown_modes);
 }
 

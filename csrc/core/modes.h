@@ -1,11 +1,11 @@
-// Dispatch modes of this thread that may change what operators return: NOTE [ Modes ] in actckpt/_core/modes.py.
+// Dispatch modes of this thread that may change operator results: NOTE [ Modes ] in actckpt/_core/modes.py.
 #pragma once
 
 #include "core/python.h"
 
 namespace actckpt {
 
-// They, as a tuple, outermost first.
+// The modes as a tuple, outermost first.
 py::object unknown_modes();
 
 void add_mode_functions(py::module_& module);

@@ -1,5 +1,5 @@
-// What the extension needs of Python and torch: interned names, and what `connect` was given. Looked up once and held
-// for the life of the process.
+// Python and torch objects that the extension uses: interned names, and the objects passed to `connect`. Looked up once
+// and held for the life of the process.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -59,11 +59,11 @@ namespace actckpt {
   X(leave_out_audit, "leave_out_audit") \
   X(locals, "f_locals") \
   X(makes_one, "makes_one") \
-  X(made_by_nothing, "(input)")    /* what reports call the operator of inputs */ \
-  X(made_unseen, "(not recorded)") /* and of what no recorded operator made inside of the region */ \
+  X(made_by_nothing, "(input)")    /* operator name of inputs in reports */ \
+  X(made_unseen, "(not recorded)") /* and of values made without a recorded operator */ \
   X(module, "__module__") \
   X(modules, "_modules") \
-  X(move, "offload") /* of a tape */ \
+  X(move, "offload") /* method of a tape */ \
   X(name, "name") \
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
@@ -83,23 +83,22 @@ namespace actckpt {
   X(slots, "__slots__") \
   X(tape, "tape") \
   X(tensor_positions, "tensor_positions") \
-  X(torch_prefix, "torch.") /* of the names of torch's modules */ \
+  X(torch_prefix, "torch.") /* prefix of torch's module names */ \
   X(training, "training") \
   X(type, "type") /* of a device */ \
   X(unload, "unload") \
   X(unpack, "unpack") \
   X(watching, "watching") \
-  X(why_higher_order, "made by a higher-order operator") /* and of what higher-order operators make */ \
+  X(why_higher_order, "made by a higher-order operator") /* reason in reports */ \
   X(why_inference, "made from an inference tensor, which has no version counter") \
-  X(why_input, "an input of the region") /* what reports say of inputs */ \
+  X(why_input, "an input of the region") /* reason in reports */ \
   X(why_never, "why_never") \
-  X(why_larger, "recomputing it would hold more bytes") /* of candidates that are kept */ \
-  X(why_read, "others are replayed from it")            /* what reports say of what was not saved and is held */ \
-  X(why_routing, "it says where data goes, or how much of it") /* NOTE [ Routing ] */ \
-  X(why_unreadable, \
-    "made from a tensor whose storage cannot be read") /* and of what is made from tensors without a storage */
+  X(why_larger, "recomputing it would hold more bytes")                /* reason in reports: kept candidates */ \
+  X(why_read, "others are replayed from it")                           /* reason in reports: held, not saved */ \
+  X(why_routing, "it says where data goes, or how much of it")         /* see actckpt/_replay/routing.py */ \
+  X(why_unreadable, "made from a tensor whose storage cannot be read") /* reason in reports */
 
-// By their names in actckpt/_bind.py, which says what each is: X(field). Null where torch has no such thing.
+// By the names in actckpt/_bind.py, which documents them: X(field). Null if torch has no such thing.
 #define ACTCKPT_CONNECTED(X) \
   X(tensor_type) \
   X(parameter_type) \
@@ -125,20 +124,20 @@ namespace actckpt {
   X(set_grad_enabled) \
   X(is_inference_mode_enabled) \
   X(num_dispatch_modes) \
-  X(take_off_modes) /* -> what `put_back_modes` takes */ \
+  X(take_off_modes) /* -> argument of `put_back_modes` */ \
   X(put_back_modes) \
   X(tangents_enabled) \
   X(set_tangents_enabled) \
   X(unknown_modes) /* -> tuple of those that may change results */ \
   X(graph_task_id) \
-  X(reads_filled_late) /* -> whether the node that backward runs may read what its operator fills late */ \
+  X(reads_filled_late) /* -> whether the current node may read a tensor filled after saving */ \
   X(graph_exec_group)  /* null where torch has none */ \
   X(queue_callback) \
   X(is_capturing) \
   X(generators_of) \
   X(refill) \
   X(note_buffers) \
-  X(may_run_again) /* (error, operations before a rerun): whether what ran out of memory runs once more */ \
+  X(may_run_again) /* (error, operations before a rerun): whether the failed work runs once more */ \
   X(release_caches) \
   X(add_first_error) \
   X(num_operations) \
@@ -151,15 +150,15 @@ namespace actckpt {
   X(input_error) \
   X(failure) \
   X(parameter_error) \
-  X(script_failure) /* how TorchScript words that a hook has raised */ \
+  X(script_failure) /* TorchScript's error text if a hook raised */ \
   X(store_for)      /* (type of device) -> store */ \
   X(guard)          /* sources.guard */ \
-  X(is_owned)       /* of a module whose forward runs */ \
+  X(is_owned)       /* by a module whose forward runs */ \
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
-  X(pack_parts)     /* of a subclass that is made of others */ \
+  X(pack_parts)     /* of a subclass with inner tensors */ \
   X(is_tracing) \
-  X(is_unshared)    /* (tensor) -> whether nothing but this object refers to it and to its memory */ \
-  X(tell_of_writes) /* (HostStats): some have failed */ \
+  X(is_unshared)    /* (tensor) -> whether only this object refers to it and to its memory */ \
+  X(tell_of_writes) /* (HostStats): warns of failed writes */ \
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \
@@ -173,15 +172,15 @@ namespace actckpt {
   X(note_wrappers)       /* (tape, arguments) */ \
   X(hold_indices)        /* (tape, operator, args, kwargs or None) */ \
   X(begin_audit)         /* (tape, handle, place, tensor) */ \
-  X(pack_other)          /* (tape, tensor, value or None) -> what autograd holds */ \
-  X(unpacked_inside)     /* (tape, value): before a backward inside of an open region reads it */ \
+  X(pack_other)          /* (tape, tensor, value or None) -> packed object */ \
+  X(unpacked_inside)     /* (tape, value): before a backward inside an open region reads it */ \
   X(audited)             /* (handle, tensor) -> tensor */ \
-  X(saved_piece)         /* (stored, window) -> the saved tensor as hooks outside hold it, or None */ \
+  X(saved_piece)         /* (stored, window) -> the saved tensor from outer hooks, or None */ \
   X(read_stored)         /* (stored, window or None) -> a tensor on the bytes */ \
-  X(check_watched)       /* (stored, window or None): raises where it is no more what it was */ \
-  X(watched_type)        /* of what is stored and watched */ \
-  X(choose_replay)       /* (tape, graph, order, all_stay, task, clock) -> order, values that stay */ \
-  X(small_window_bytes)  /* so many bytes of a replay stay whatever the window */ \
+  X(check_watched)       /* (stored, window or None): raises if the bytes changed */ \
+  X(watched_type)        /* type of stored and watched bytes */ \
+  X(choose_replay)       /* (tape, graph, order, all_stay, task, clock) -> order, retained values */ \
+  X(small_window_bytes)  /* bytes of a replay that stay whatever the window */ \
   X(replay_specially)    /* (step, args, kwargs or None) -> result */ \
   X(private_memory)      /* (value, tensor or None) -> memory for a step to write to */ \
   X(lost_error)          /* (value) */ \
@@ -197,15 +196,15 @@ namespace actckpt {
   X(any_autocast_enabled) \
   X(num_function_modes) \
   X(is_function_mode_enabled) \
-  X(recording)         /* set: tapes whose recorders are active, in any thread */ \
+  X(recording)         /* set: tapes that are recording, in any thread */ \
   X(made_by_function)  /* (tape, value, node) */ \
   X(saved_by_function) /* (tape, value, tensor) */ \
-  X(function_type)     /* of the nodes of autograd.Functions */ \
+  X(function_type)     /* type of autograd.Function nodes */ \
   X(apply_code)        /* of `autograd.Function.apply` */ \
-  X(compiled_prefix)   /* of the names of modules of compiled code */ \
-  X(compiler_prefix)   /* of the names of modules that call compiled code */ \
+  X(compiled_prefix)   /* module name prefix of compiled code */ \
+  X(compiler_prefix)   /* module name prefix of callers of compiled code */ \
   X(module_call_code)  /* of `Module.__call__` */ \
-  X(qualified_name)    /* (outermost module, module) -> its name there */
+  X(qualified_name)    /* (outermost module, module) -> qualified name */
 
 struct Names {
 #define ACTCKPT_TEXT_FIELD(name, text) PyObject* name = nullptr;
@@ -221,10 +220,10 @@ struct Names {
 extern Names the_names;
 inline const Names& names() { return the_names; }
 
-// Interns; once, before anything else of the extension runs.
+// Interns the names; called once, before anything else of the extension runs.
 void intern_names();
 
-// Takes over what a dict gives; unknown and missing names are errors.
+// Takes the objects from a dict; unknown and missing names are errors.
 void connect_names(const pybind11::dict& given);
 
 }  // namespace actckpt

@@ -10,11 +10,11 @@
 namespace actckpt {
 namespace {
 
-// How a setting is read: by calling a function, or, of a flag of Python code, as an item of the names of its module.
+// How a setting is read: by calling a function or, for a flag in Python code, from the module's namespace.
 class Getter {
  public:
   Getter(PyObject* source, PyObject* args) : source_(Py_NewRef(source)), args_(Py_NewRef(args)) {
-    // Functions of torch's that take nothing are called as the interpreter calls them.
+    // Call torch functions without arguments as the interpreter does.
     if (PyCFunction_CheckExact(source) && PyCFunction_GET_FLAGS(source) == METH_NOARGS) {
       function_ = PyCFunction_GET_FUNCTION(source);
     }
@@ -29,24 +29,24 @@ class Getter {
   }
 
  private:
-  PyObject* source_;  // held for good
+  PyObject* source_;  // never released
   PyObject* args_;
   PyCFunction function_ = nullptr;
 };
 
 struct Settings {
   std::vector<Getter> getters;
-  std::size_t num_of_elements = 0;         // those for `kOfElements` stand first
-  PyObject* last[2] = {nullptr, nullptr};  // tuples read last, by `Numerics`; null: none
-  PyObject* known = nullptr;               // dict of all tuples, by themselves
+  std::size_t num_of_elements = 0;         // settings for `kOfElements` come first
+  PyObject* last[2] = {nullptr, nullptr};  // last read tuples, by `Numerics`; null: none
+  PyObject* known = nullptr;               // dict of all tuples, keyed by themselves
 };
 
 Settings& settings() {
-  static auto* found = new Settings();  // never destroyed: what it refers to goes with the interpreter
+  static auto* found = new Settings();  // never destroyed: its references die with the interpreter
   return *found;
 }
 
-// Whether this thread's floating-point unit takes denormal numbers for zero (`torch.set_flush_denormal`).
+// Whether this thread flushes denormal numbers to zero (`torch.set_flush_denormal`).
 bool flushes_denormals() noexcept {
 #if defined(__x86_64__)
   constexpr unsigned int kFlushToZero = 1U << 15, kDenormalsAreZero = 1U << 6;
@@ -68,7 +68,7 @@ py::object read(const Getter& getter) {
   return PyList_CheckExact(value) ? py::tuple(found) : std::move(found);
 }
 
-// The tuple that stands for all that are equal to it; borrowed for good.
+// The shared tuple of equal settings; borrowed, never released.
 PyObject* read_all(Numerics which) {
   const Settings& s = settings();
   const std::size_t count = which == Numerics::kAll ? s.getters.size() : s.num_of_elements;

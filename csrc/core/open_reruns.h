@@ -1,4 +1,4 @@
-// Reruns under way in this thread: offloading moves nothing in them. And all reruns of the process so far.
+// Running reruns of this thread, during which nothing is offloaded; and the number of reruns in the process so far.
 #pragma once
 
 namespace actckpt {

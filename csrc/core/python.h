@@ -1,4 +1,4 @@
-// Calls of Python that turn a failure into a C++ exception.
+// Python calls that turn a failure into a C++ exception.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -11,7 +11,7 @@ namespace actckpt {
 
 namespace py = pybind11;
 
-// Takes a new reference over; throws the pending error where it is null.
+// Takes over a new reference; throws the pending error if it is null.
 py::object owned(PyObject* result);
 // The same for types that begin with a PyObject.
 template <typename Object>
@@ -21,7 +21,7 @@ py::object owned(Object* result) {
 
 py::object attribute(PyObject* object, PyObject* name);
 py::object call(PyObject* function);
-// The same; functions of torch's that take nothing are called as the interpreter calls them.
+// The same; torch functions without arguments are called as the interpreter does.
 inline py::object call_without_arguments(PyObject* function) {
   const bool is_plain = PyCFunction_CheckExact(function) && PyCFunction_GET_FLAGS(function) == METH_NOARGS;
   return is_plain ? owned(PyCFunction_GET_FUNCTION(function)(PyCFunction_GET_SELF(function), nullptr)) : call(function);
@@ -33,30 +33,30 @@ py::object call_method(PyObject* object, PyObject* name, PyObject* argument);
 // Makes `exception` the pending error and throws it.
 [[noreturn]] void raise(const py::object& exception);
 
-// Calls for their effect while another error may be pending, which stays the one that counts.
+// Calls a function for its effect while another error may be pending; that error stays pending.
 void call_quietly(PyObject* function, PyObject* argument = nullptr);
 
 bool is_true(PyObject* object, PyObject* name);
-// Whether it really is of this type or a subclass: runs no Python code, and a proxy is only a proxy.
+// Whether its real type is this type or a subclass: runs no Python code, and does not follow proxies.
 inline bool is_of_type(PyObject* object, PyObject* type) {
   return PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type)) != 0;
 }
-// Whether it is exactly a tensor or a parameter: subclasses may stand for others that come and go, as DTensor does.
+// Whether it is exactly a tensor or a parameter. A subclass may stand for inner tensors that change, as DTensor does.
 inline bool is_plain_tensor_type(PyObject* type) {
   return type == names().tensor_type || type == names().parameter_type;
 }
 inline bool is_plain_tensor(PyObject* object) {
   return is_plain_tensor_type(reinterpret_cast<PyObject*>(Py_TYPE(object)));
 }
-// Types may ask Python code, in which a signal handler may raise.
+// `isinstance`: types may run Python code, in which a signal handler may raise.
 bool is_instance(PyObject* object, PyObject* type);
-// The version of a tensor, 0 for inference tensors: they have none, and nothing is known of what is done to them.
+// The version of a tensor; 0 for inference tensors, which have none, so that nothing counts their changes.
 long long version_of(PyObject* tensor);
 
-// The same; returns false, having read nothing, for inference tensors.
+// The same; returns false and sets nothing for inference tensors.
 bool read_version(PyObject* tensor, long long* version);
 
-// The border to Python: runs `body` and turns a C++ exception into a pending Python error.
+// The boundary to Python: runs `body` and turns a C++ exception into a pending Python error.
 template <typename Body>
 PyObject* guarded(Body body) noexcept {
   try {
@@ -76,7 +76,7 @@ inline PyCFunction fast(FastFunction function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
-// Throws what it cannot be: a Python error that is pending.
+// Throws the pending Python error.
 [[noreturn]] inline void throw_pending() { throw py::error_already_set(); }
 
 // object.method(*arguments), without a tuple.

@@ -6,7 +6,7 @@ void Read::connect(PyObject* type, PyObject* other) {
   get_ = nullptr;
   method_ = nullptr;
   type_ = other_ = nullptr;
-  if (PyObject_HasAttr(type, name_) == 0) return;  // a torch without it: to read it raises, and not to connect
+  if (PyObject_HasAttr(type, name_) == 0) return;  // this torch has none: reading it raises, connecting does not
   const py::object found = attribute(type, name_);
   if (kind_ == Kind::kAttribute && Py_TYPE(found.ptr()) == &PyGetSetDescr_Type) {
     const PyGetSetDef* definition = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
@@ -39,7 +39,7 @@ long long Read::number(PyObject* object) const {
 }
 
 Reads& reads() {
-  static auto* found = new Reads();  // never destroyed: what it refers to goes with the interpreter
+  static auto* found = new Reads();  // never destroyed: its references die with the interpreter
   return *found;
 }
 
@@ -47,7 +47,7 @@ py::object shape_of(PyObject* tensor) {
   PyObject* shape = reads().shape.get(tensor);
   if (shape == nullptr) {
     if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw py::error_already_set();
-    py::error_already_set error;  // takes it: what follows asks torch again
+    py::error_already_set error;  // takes the error over: the code below calls torch again
     if (!reads().is_nested.is_true(tensor)) throw error;
     return py::make_tuple(reads().dim(tensor), reads().numel(tensor));
   }

@@ -1,8 +1,8 @@
-// What is read of tensors and their storages at every saved tensor and every operator.
+// Attributes of tensors and storages that are read at every saved tensor and every operator.
 //
-// A lookup of an attribute takes as long as the getter behind it. So the descriptors that the types have are looked
-// up once, and called as the interpreter calls them, for objects of exactly these types; any other object, and any
-// attribute that is not a plain descriptor, is read by name.
+// An attribute lookup takes as long as the getter behind it. So the types' descriptors are looked up once, and called
+// as the interpreter calls them, for objects of exactly these types. Any other object, and any attribute that is not a
+// plain descriptor, is read by name.
 #pragma once
 
 #include "core/python.h"
@@ -18,7 +18,7 @@ class Read {
   Read(const Read&) = delete;
   Read& operator=(const Read&) = delete;
 
-  // Looks the descriptor up. `other` null, or a type that inherits it.
+  // Looks up the descriptor. `other`: null, or a type that inherits it.
   void connect(PyObject* type, PyObject* other);
 
   // Throws what the getter raises.
@@ -40,7 +40,7 @@ class Read {
 };
 
 struct Reads {
-  // Of tensors.
+  // Tensors
   Read shape{"shape", Read::Kind::kAttribute};
   Read dtype{"dtype", Read::Kind::kAttribute};
   Read device{"device", Read::Kind::kAttribute};
@@ -53,7 +53,7 @@ struct Reads {
   Read is_quantized{"is_quantized", Read::Kind::kAttribute};
   Read layout{"layout", Read::Kind::kAttribute};
   Read base{"_base", Read::Kind::kAttribute};
-  Read implementation{"_cdata", Read::Kind::kAttribute};  // another one after `swap_tensors`
+  Read implementation{"_cdata", Read::Kind::kAttribute};  // `swap_tensors` changes it
   Read grad_fn{"grad_fn", Read::Kind::kAttribute};
   Read dim{"dim", Read::Kind::kMethod};
   Read numel{"numel", Read::Kind::kMethod};
@@ -66,29 +66,29 @@ struct Reads {
   Read untyped_storage{"untyped_storage", Read::Kind::kMethod};
   Read element_size{"element_size", Read::Kind::kMethod};
   Read tensor_nbytes{"nbytes", Read::Kind::kAttribute};
-  // Of storages.
+  // Storages
   Read nbytes{"nbytes", Read::Kind::kMethod};
   Read data_ptr{"data_ptr", Read::Kind::kMethod};
 };
 
 Reads& reads();
 
-// The shape; of a nested tensor that has none (the strided layout) its number of dimensions and of elements.
+// The shape; for a nested tensor without one (strided layout), its numbers of dimensions and of elements.
 py::object shape_of(PyObject* tensor);
-// The storage; null where the tensor has none that can be read: sparse ones, and those of function transforms.
+// The storage; null if the tensor has no readable one: sparse tensors, and those of function transforms.
 py::object storage_of(PyObject* tensor);
-// The storage that a tensor must keep while reruns need it; null for all but plain tensors: parameters are given other
-// memory by what shards them.
+// The storage that a tensor must keep while reruns need it; null for all but plain tensors, since sharding gives
+// parameters other memory.
 py::object memory_of(PyObject* tensor);
-// The same as `storage_of`; null too where strides do not say what lies where: nested tensors.
+// Like `storage_of`; null also for nested tensors, whose strides do not describe their layout.
 py::object strided_storage_of(PyObject* tensor);
 
-// The tensor whose version counter `tensor` counts with: what it is a view of, or itself.
+// The tensor that shares the version counter of `tensor`: its base if it is a view, else itself.
 py::object root_of(PyObject* tensor);
 
 void add_read_functions(py::module_& module);
 
-// Looks all of them up; the types are those of `connect`.
+// Looks up all of them for the types passed to `connect`.
 void connect_reads(PyObject* tensor_type, PyObject* parameter_type, PyObject* storage_type);
 
 }  // namespace actckpt

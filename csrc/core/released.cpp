@@ -18,7 +18,7 @@ void Released::free(std::vector<py::object> tensors) {
   };
   std::unordered_map<PyObject*, Storage> storages;
   for (const py::object& tensor : tensors) {
-    if (!is_plain_tensor(tensor.ptr())) continue;  // the storage of a subclass need not be where its bytes are
+    if (!is_plain_tensor(tensor.ptr())) continue;  // a subclass's storage need not hold its bytes
     const py::object storage = storage_of(tensor.ptr());
     if (!storage || storages.count(storage.ptr()) != 0) continue;
     PyObject* reference = PyWeakref_NewRef(storage.ptr(), nullptr);

@@ -1,4 +1,4 @@
-// Counting what a holder of bytes gives back when it is asked to make room (actckpt/_core/pressure.py).
+// Counts what a holder releases under memory pressure (actckpt/_core/pressure.py).
 #pragma once
 
 #include <vector>
@@ -9,14 +9,13 @@ namespace actckpt {
 
 class Released {
  public:
-  // `wanted`: an int of Python, how many bytes are asked for.
+  // `wanted`: the number of bytes requested, a Python int.
   explicit Released(PyObject* wanted);
 
   bool is_enough() const { return nbytes_ >= wanted_; }
   long long nbytes() const { return nbytes_; }
 
-  // Releases tensors, and counts the storages that are gone then: others may hold some of them. Freeing may run
-  // Python code.
+  // Releases tensors, and counts the storages that died: others may hold some of them. Freeing may run Python code.
   void free(std::vector<py::object> tensors);
 
   void add(long long nbytes) { nbytes_ += nbytes; }

@@ -1,4 +1,4 @@
-// Work of backward that ran out of memory runs once more: NOTE [ Rescue ] in actckpt/_core/rescue.py.
+// Backward work that ran out of memory runs once more: see actckpt/_core/rescue.py.
 #pragma once
 
 #include "core/open_reruns.h"
@@ -6,8 +6,8 @@
 
 namespace actckpt {
 
-// Runs `attempt`, and once more where it ran out of memory and Python allows it. `attempt` must leave no state behind
-// where it throws. `begun`: what `num_operations` returned before a rerun, None for a replay or a reload.
+// Runs `attempt`, and once more if it ran out of memory and Python allows it. `attempt` must leave no state behind if
+// it throws. `begun`: result of `num_operations` before a rerun, None for a replay or a reload.
 template <typename Attempt>
 auto with_rescue(const py::object& begun, Attempt attempt) -> decltype(attempt()) {
   const long long reruns = num_reruns;
@@ -15,10 +15,10 @@ auto with_rescue(const py::object& begun, Attempt attempt) -> decltype(attempt()
   try {
     return attempt();
   } catch (py::error_already_set& error) {
-    if (begun.is_none() && num_reruns != reruns) throw;  // Rule 3
+    if (begun.is_none() && num_reruns != reruns) throw;  // a replay or reload during which a rerun ran
     if (call_with(names().may_run_again, error.value().ptr(), begun.ptr()).ptr() != Py_True) throw;
     first = owned(PyObject_Str(error.value().ptr()));
-  }  // here the error goes, and with it the frames that hold what the first attempt made
+  }  // frees the error, and with it the frames that hold what the first attempt made
   try {
     call(names().release_caches);
     return attempt();

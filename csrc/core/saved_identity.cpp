@@ -7,7 +7,7 @@
 namespace actckpt {
 namespace {
 
-// Of the hook's argument, and of torch itself: nobody else has it then.
+// References of the hook's argument and of torch itself: with no more, nobody else holds the object.
 constexpr Py_ssize_t kOwnReferences = 2;
 
 py::object attributes_of(PyObject* tensor) { return attribute(tensor, names().dict); }
@@ -41,7 +41,7 @@ bool SavedIdentity::is_same(PyObject* original, PyObject* alias) const {
       reads().requires_grad.is_true(original)) {
     return false;
   }
-  if (!strided_storage_of(original)) return true;  // both are made of the same parts
+  if (!strided_storage_of(original)) return true;  // both consist of the same parts
   return reads().untyped_storage(original).ptr() == reads().untyped_storage(alias).ptr() &&
          reads().dtype(original).ptr() == reads().dtype(alias).ptr() &&
          is_equal(reads().shape(original), reads().shape(alias)) &&

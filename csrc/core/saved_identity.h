@@ -1,8 +1,8 @@
-// The very object that was saved, which plain autograd gives back where it needs no grad, and its Python attributes.
+// The saved tensor object itself, which plain autograd returns if it needs no grad, and its Python attributes.
 //
-// Whoever holds the bytes of a saved tensor gives back that object where the program still holds it and its bytes are
-// those that were saved; else a fresh alias with its attributes: those that it has, or had when it was saved.
-// Thread rule: GIL held. Ownership: refers to the object weakly, and to what its attributes were.
+// Unpack returns that object if the program still holds it and its bytes are those that were saved. Otherwise it
+// returns a fresh alias with the object's attributes: the current ones, or those at saving if the object is dead.
+// Thread rule: GIL held. Ownership: weak reference to the object, strong ones to the values of its attributes.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,11 +15,11 @@ namespace py = pybind11;
 
 class SavedIdentity {
  public:
-  // What is to be known of `tensor`, which is about to be saved; null where autograd makes a tensor of its own anyway,
-  // and where nobody but the hook has the object.
+  // For `tensor`, which is about to be saved. Null if autograd makes a new tensor anyway, or if only the hook holds the
+  // object.
   static std::unique_ptr<SavedIdentity> of(PyObject* tensor);
 
-  // The object, if `alias`, which is a fresh one, is the same tensor on the same bytes; else `alias` with attributes.
+  // The object, if the fresh `alias` is the same tensor on the same bytes; else `alias` with attributes.
   py::object resolved(py::object alias) const;
 
   // `alias` with attributes.
@@ -30,9 +30,9 @@ class SavedIdentity {
   bool is_same(PyObject* original, PyObject* alias) const;
 
   py::object reference_;   // weak
-  py::object attributes_;  // null: it had none
+  py::object attributes_;  // null: none
   long long version_;
-  bool must_be_alias_;  // backward may clear what it is given
+  bool must_be_alias_;  // backward may clear what unpack returns
 };
 
 }  // namespace actckpt

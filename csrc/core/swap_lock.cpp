@@ -10,10 +10,10 @@
 namespace actckpt {
 namespace {
 
-// Reentrant; guarded by the GIL but for the waiting itself.
+// Reentrant; guarded by the GIL except for the waiting itself.
 struct {
   PyThread_type_lock lock = nullptr;
-  long long id = 0;  // of the swap under way, 0 for none
+  long long id = 0;  // of the current swap, 0: none
   unsigned long thread = 0;
   int depth = 0;
   long long last_id = 0;

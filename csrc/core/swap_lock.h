@@ -1,17 +1,16 @@
-// The lock of reruns that restore random state: two threads that swap the same generator would draw
-// each other's numbers. See NOTE [ Random state ], Rules 5 and 6, in actckpt/_core/random_state.py.
+// The lock of reruns that restore random state: two threads that swap the same generator would draw each other's
+// numbers. See NOTE [ Random state ], Rules 3 and 4, in actckpt/_core/random_state.py.
 #pragma once
 
 #include "core/python.h"
 
 namespace actckpt {
 
-// Owns the right to swap random state while it lives.
+// Owns the right to swap random state during its lifetime.
 class Swap {
  public:
-  // `outer`: the swap within whose rerun the region was made, 0 for none. If that swap is still
-  // under way its owner waits for this one, which therefore goes ahead. Throws where another
-  // thread keeps the lock for minutes.
+  // `outer`: the swap during whose rerun the region was made, 0 for none. If that swap is still running, its owner
+  // waits for this one, which therefore proceeds. Throws if another thread holds the lock for minutes.
   explicit Swap(long long outer);
   Swap(const Swap&) = delete;
   Swap& operator=(const Swap&) = delete;
@@ -23,7 +22,7 @@ class Swap {
   unsigned long previous_thread_;
 };
 
-// The swap that this thread owns, 0 for none.
+// The swap that this thread owns, 0: none.
 long long current_swap() noexcept;
 
 void add_swap_functions(py::module_& module);

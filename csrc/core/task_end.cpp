@@ -17,13 +17,13 @@ struct TaskEndObject {
 
 PyTypeObject* task_end_type = nullptr;
 
-// Graph tasks under way, by id. Borrowed: a TaskEnd removes itself.
+// Running graph tasks, by id. Borrowed: a TaskEnd removes itself.
 std::unordered_map<long long, TaskEndObject*>& open_tasks() {
   static auto* tasks = new std::unordered_map<long long, TaskEndObject*>();
   return *tasks;
 }
 
-// Calls all functions; returns the first error of Python among theirs.
+// Calls all functions; returns the first Python error.
 std::optional<py::error_already_set> tell_all(TaskEndObject* task) {
   std::optional<py::error_already_set> first;
   const std::vector<AtTaskEnd> functions = std::exchange(task->functions, {});
@@ -68,7 +68,7 @@ PyType_Slot task_end_slots[] = {{Py_tp_call, reinterpret_cast<void*>(task_end_ca
 PyType_Spec task_end_spec = {"actckpt._C.TaskEnd", sizeof(TaskEndObject), 0,
                              Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, task_end_slots};
 
-// The one of `task`, queued when it is first asked for.
+// The TaskEnd of `task`, queued at the first request.
 TaskEndObject* task_end_of(long long task) {
   const auto found = open_tasks().find(task);
   if (found != open_tasks().end()) return found->second;

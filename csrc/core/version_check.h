@@ -1,9 +1,9 @@
-// What tells that a saved tensor was changed in place.
+// Detects in-place changes of a saved tensor.
 //
-// An alias counts versions together with the tensor that it was made from, if `detach` is torch's own. Subclasses may
-// have a `detach` in Python that makes a new wrapper with a counter of its own (TransformerEngine's quantized
-// tensors): its version is its own affair, and the tensor is asked too, as long as it lives.
-// Thread rule: GIL held. Ownership: refers to the tensor weakly, and to the alias not at all.
+// torch's own `detach` returns an alias that shares the version counter. A subclass may have a Python `detach` that
+// makes a new wrapper with its own counter (TransformerEngine's quantized tensors). So the tensor's own version is
+// checked too, while it is alive.
+// Thread rule: GIL held. Ownership: a weak reference to the tensor, none to the alias.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,15 +16,15 @@ class VersionCheck {
  public:
   VersionCheck() = default;
 
-  // `held` is what is held of `tensor`, which is at `version`: itself, or what its `detach` returned.
+  // `held` is what is held of `tensor`, which is at `version`: itself, or the result of its `detach`.
   VersionCheck(PyObject* tensor, long long version, PyObject* held);
 
-  // Whether `held`, or the tensor that it was made from, was changed; then the versions found and expected.
+  // Whether `held`, or the tensor that it was made from, was changed; sets the versions found and expected.
   bool is_changed(PyObject* held, long long* found, long long* expected) const;
 
  private:
   long long version_ = 0;
-  py::object tensor_;  // weak; null where the versions of `held` tell
+  py::object tensor_;  // weak; null if the version of `held` suffices
   long long tensor_version_ = 0;
 };
 

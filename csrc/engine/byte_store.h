@@ -1,4 +1,4 @@
-// Where the bytes of a CPU tensor are kept: one interface for every tier.
+// Storage for the bytes of CPU tensors: one interface for every tier.
 //
 // Contract: `write` returns a handle only once every byte is safe, else throws an EngineError and
 // the source is untouched; a SourceGoneError where its memory was freed. `read` fills `dst` with exactly those bytes or
@@ -27,7 +27,7 @@ class ByteStore {
   virtual void read(const StoredBytes& stored, std::byte* dst) = 0;
 };
 
-// Host memory of a pool. For tests: it reads sources as if their memory could not go.
+// Host memory of a pool. For tests: it assumes that the memory of sources stays mapped.
 class PoolStore : public ByteStore {
  public:
   explicit PoolStore(std::shared_ptr<Pool> pool) : pool_(std::move(pool)) {}

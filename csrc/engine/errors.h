@@ -1,7 +1,7 @@
 // The exceptions of the engine.
 //
 // Contract: each message has three parts: what failed and where, the numbers of both sides, and
-// what to do next. `python/module.cpp` maps every class to a Python exception of the same name.
+// what to do next. `csrc/bind/engine.cpp` maps every class to a Python exception of the same name.
 // Thread rule: none; exceptions are values.
 
 #pragma once
@@ -35,7 +35,7 @@ class SpillFullError : public SpillWriteError {
   using SpillWriteError::SpillWriteError;
 };
 
-// The memory of a tensor that is being offloaded was freed.
+// The memory of a tensor that was being offloaded was freed.
 class SourceGoneError : public EngineError {
  public:
   using EngineError::EngineError;

@@ -1,9 +1,9 @@
-// Notices that this process is a fork of the one that made an object.
+// Detects that this process is a fork of the one that made an object.
 //
-// NOTE [Fork]: a forked child has none of its parent's threads, any mutex may be locked for good,
-// and the pool's slabs are not mapped (MADV_DONTFORK). So the child must not touch an engine of its
-// parent: every call raises ForkedError, and drops and destructors leave everything alone. The
-// atfork handler only bumps a counter. A child may make engines of its own.
+// NOTE [Fork]: a forked child has none of its parent's threads, a mutex may stay locked forever, and the pool's slabs
+// are not mapped (MADV_DONTFORK). So the child must not touch an engine of its parent: every call raises ForkedError,
+// and drops and destructors leave everything alone. The atfork handler only increments a counter. A child may make its
+// own engines.
 //
 // Thread rule: any thread. Ownership: a value.
 

@@ -8,7 +8,7 @@
 
 namespace actckpt {
 
-// A shorter wait is the cost of asking, not of waiting.
+// A shorter wait is the cost of the call, not of waiting.
 inline constexpr double kLateSeconds = 50e-6;
 
 class Stopwatch {

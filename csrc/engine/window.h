@@ -1,9 +1,9 @@
-// Most bytes that may be on their way at once.
+// The maximum of in-flight bytes.
 //
-// A number, or what follows the sizes of the live tickets: the root of their sum times the largest,
-// so that both what waits to be written and what is read ahead is small beside what is moved, and
-// at least four of the largest, so that copies have something to overlap with. It begins anew when
-// no ticket is left: most programs move other sizes then. Whoever knows better gives a `limit`.
+// A number, or a value that follows the sizes of the live tickets: the square root of their sum times the largest, at
+// least four of the largest. So both pending writes and prefetched bytes are small compared to what is offloaded, and
+// copies still overlap. It starts anew when no ticket is left: most programs offload other sizes then. A caller that
+// knows better sets a `limit`.
 // Thread rule: the owner's lock.
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace actckpt {
 
-// In the place of a number of bytes.
+// Stands for a number of bytes.
 inline constexpr std::uint64_t kFollowsSizes = std::numeric_limits<std::uint64_t>::max();
 
 class Window {
@@ -23,10 +23,10 @@ class Window {
 
   std::uint64_t bytes() const { return follows_ && limit_ != kFollowsSizes ? limit_ : std::min(bytes_, limit_); }
 
-  // Most bytes from now on, in the place of what follows the sizes; kFollowsSizes: no such limit.
+  // A limit from now on, instead of the value that follows the sizes; kFollowsSizes: none.
   void limit(std::uint64_t bytes) { limit_ = bytes; }
 
-  // A ticket of so many bytes is made.
+  // A ticket of `bytes` was made.
   void add(std::uint64_t bytes) {
     live_ += bytes;
     if (!follows_) return;
@@ -36,7 +36,7 @@ class Window {
     bytes_ = std::max(bytes_, std::min(wanted, kMost));
   }
 
-  // One is gone.
+  // A ticket is gone.
   void remove(std::uint64_t bytes) {
     live_ -= bytes;
     if (!follows_ || live_ != 0) return;

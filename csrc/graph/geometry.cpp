@@ -11,7 +11,7 @@
 namespace actckpt::replay {
 namespace {
 
-// From dlpack.h, version 1.3; the layout is the same in all versions 1.x.
+// From dlpack.h, version 1.3; the layout is the same in all 1.x versions.
 struct DlTensor {
   void* data;
   struct {
@@ -45,9 +45,9 @@ constexpr std::uint8_t kComplexCode = 5;
 
 int (*exchange)(void*, DlTensor*) = nullptr;
 
-// torch's dtype for one of DLPack's, found with the first tensor that has it; torch keeps its dtypes for good.
+// torch's dtype for a DLPack dtype, cached from the first tensor that has it; torch dtypes are immortal.
 PyObject* dtype_of(const DlTensor& from, PyObject* tensor) {
-  // torch describes its integers of less than a byte (`torch.int4`) as whole bytes: these are asked one by one.
+  // torch exports sub-byte integers (`torch.int4`) as whole bytes: these are read one by one.
   const bool is_ambiguous = from.dtype.bits == 8 && (from.dtype.code == kIntCode || from.dtype.code == kUIntCode);
   if (is_ambiguous) return reads().dtype(tensor).ptr();
   static auto* known = new std::unordered_map<std::uint32_t, PyObject*>();
@@ -57,7 +57,7 @@ PyObject* dtype_of(const DlTensor& from, PyObject* tensor) {
   return known->emplace(key, reads().dtype(tensor).release().ptr()).first->second;
 }
 
-// Whether DLPack has words for a tensor, as far as that is known without asking.
+// Whether DLPack can describe a tensor, as far as is known without asking.
 bool is_describable(PyObject* tensor) {
   return reads().layout(tensor).ptr() == names().strided && !reads().is_meta.is_true(tensor) &&
          !reads().is_quantized.is_true(tensor) && !reads().is_nested.is_true(tensor);
@@ -78,13 +78,13 @@ const Geometry& Geometry::of(PyObject* tensor) {
 
 bool Geometry::read_at_once(PyObject* tensor) {
   if (exchange == nullptr || !is_plain_tensor(tensor)) return false;
-  // To refuse takes torch milliseconds, for the text of its error: after the first time, torch is not asked again about
-  // tensors that it would refuse.
+  // A refusal costs torch milliseconds, for the text of its error. After the first one, tensors that would be refused
+  // are not tried again.
   static bool has_refused = false;
   if (has_refused && !is_describable(tensor)) return false;
   DlTensor found;
   if (exchange(tensor, &found) != 0) {
-    PyErr_Clear();  // what DLPack cannot describe
+    PyErr_Clear();  // DLPack cannot describe it
     has_refused = true;
     return false;
   }
@@ -102,7 +102,7 @@ void Geometry::read_one_by_one(PyObject* tensor) {
   append_numbers(reads().shape(tensor), &own_);
   num_dims_ = static_cast<int>(own_.size());
   append_numbers(reads().stride(tensor), &own_);
-  if (own_.size() != 2 * static_cast<std::size_t>(num_dims_)) {  // a subclass may say anything
+  if (own_.size() != 2 * static_cast<std::size_t>(num_dims_)) {  // a subclass may report anything
     throw py::value_error("a tensor of type " + std::string(Py_TYPE(tensor)->tp_name) + " says that it has " +
                           std::to_string(num_dims_) + " dimensions, but its strides are " +
                           std::to_string(own_.size() - num_dims_) + ". Its `shape` and `stride()` must agree.");

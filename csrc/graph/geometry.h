@@ -1,8 +1,8 @@
-// Data type, sizes and strides of a tensor, read at once where torch offers that.
+// Dtype, sizes and strides of a tensor, read in one call where torch offers that.
 //
-// torch 2.10 and later publish a table of C functions (`torch.Tensor.__dlpack_c_exchange_api__`, DLPack 1.3), one of
-// which fills in a struct of plain numbers. Otherwise, and for tensors that it refuses, they are read one by one. It
-// reads the address too, so a tensor that shares its bytes until it is written to (`torch._lazy_clone`) gets its own.
+// torch 2.10 and later publish a table of C functions (`torch.Tensor.__dlpack_c_exchange_api__`, DLPack 1.3); one of
+// them fills in a struct of numbers. Otherwise, and for tensors that it refuses, the attributes are read one by one.
+// The call reads the data pointer too, so a copy-on-write tensor (`torch._lazy_clone`) is materialized.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@ namespace actckpt::replay {
 
 class Geometry {
  public:
-  // Reads at once if that can be had. What is read points into `tensor`: valid while it is alive and nobody changes its
-  // sizes in place.
+  // Reads in one call if possible. What was read points into `tensor`: valid while it is alive and its sizes are not
+  // changed in place.
   explicit Geometry(PyObject* tensor) : is_known_(read_at_once(tensor)) {}
   Geometry(const Geometry&) = delete;
   Geometry& operator=(const Geometry&) = delete;
 
-  // Whether it is known already: then the tensor is strided, and has a storage that can be read.
+  // Whether it was read already: then the tensor is strided and has a readable storage.
   bool is_known() const noexcept { return is_known_; }
-  // Reads one by one what is not known; throws what reading raises.
+  // Reads the attributes one by one if necessary; throws what reading raises.
   const Geometry& of(PyObject* tensor);
 
   PyObject* dtype() const noexcept { return dtype_; }  // borrowed
@@ -41,13 +41,13 @@ class Geometry {
   const std::int64_t* sizes_ = nullptr;
   const std::int64_t* strides_ = nullptr;
   std::vector<std::int64_t> own_;
-  bool is_known_;  // the last: reading sets the others
+  bool is_known_;  // last member: reading sets the others
 };
 
-// Takes the table of functions from its capsule. Null, or of a version that is not known: read one by one.
+// Takes the table of functions from its capsule. Null, or an unknown version: read one by one.
 void connect_exchange(PyObject* capsule);
 
-// A tuple of numbers, not seen by the garbage collector.
+// A tuple of numbers that the garbage collector does not track.
 py::object tuple_of(const std::int64_t* numbers, int count);
 
 }  // namespace actckpt::replay

@@ -23,7 +23,7 @@ namespace {
 
 void value_dealloc(PyObject* self) {
   auto* value = reinterpret_cast<ValueObject*>(self);
-  if (!is_none(value->cached)) unlist_cached(value);  // first: callbacks of weak references may look at the list
+  if (!is_none(value->cached)) unlist_cached(value);  // first: weakref callbacks may read the list
   if (value->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   for (HandleObject* handle : value->handles) {
     if (handle != nullptr) handle->listed_on = nullptr;
@@ -96,7 +96,7 @@ PyObject* value_add_handle(PyObject* self, PyObject* handle) {
   });
 }
 
-// The windows of the saved tensors on it that are alive, in the order of saving.
+// The windows of its live saved tensors, in the order of saving.
 PyObject* value_windows(PyObject* self, PyObject*) {
   return guarded([&] {
     py::list windows;
@@ -107,7 +107,7 @@ PyObject* value_windows(PyObject* self, PyObject*) {
   });
 }
 
-// Takes the handle that was made last from its value, None if there is none.
+// Removes and returns the newest handle of its value, None if there is none.
 PyObject* value_take_last_handle(PyObject* self, PyObject*) {
   Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
   if (handles.size == 0) Py_RETURN_NONE;

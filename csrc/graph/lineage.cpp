@@ -29,10 +29,10 @@ long long new_leaf_bytes(ValueObject* value, long long at_most) {
     ValueObject* current = pending.back();
     pending.pop_back();
     if (current->is_needed != 0 || !seen.insert(current).second) continue;
-    // What led to more than that before is not walked again: `value` waits for the end of the region too.
+    // A value that exceeded the limit before is not walked again: `value` waits for the end of the region too.
     if (current != value && !is_none(current->spare) && current->nbytes >= at_most) return at_most + 1;
     if (is_available(current) || is_none(current->step)) {
-      // What is saved is held anyway, and so are parameters.
+      // Saved values and parameters are held anyway.
       if (current->is_parameter == 0 && !is_saved(current)) total += current->nbytes;
     } else {
       add_inputs(current, &pending);

@@ -33,7 +33,7 @@ void note_use(ValueObject* value, long long task, long long clock) noexcept {
   value->last_use = std::max(value->last_use, clock);
 }
 
-// Notes that `value` must be replayed in the backward `task`: what it is made from is needed.
+// `value` must be replayed in backward `task`: its inputs are needed.
 void start_reading(ValueObject* value, long long task) {
   std::vector<ValueObject*> pending = {value};
   while (!pending.empty()) {
@@ -51,20 +51,20 @@ void start_reading(ValueObject* value, long long task) {
   }
 }
 
-// Whether the bytes of a value can be had once they are released.
+// Whether the bytes of a value can be restored after their release.
 bool comes_back(const ValueObject* value) { return !is_none(value->step) || !is_none(value->stored); }
 
-// Whether what is cached for a value may be released before its backward ends: a collective runs once in each.
+// Whether the cached bytes of a value may be released before its backward ends: a collective runs once per backward.
 bool may_go(const ValueObject* value) { return comes_back(value) && value->is_repeated == 0; }
 
-// Takes what is cached for a value into `gone`: whoever owns that releases it once all counts are right.
+// Moves the cached bytes of a value into `gone`; its owner releases them once all counts are right.
 void take_cached(ValueObject* value, std::vector<py::object>* gone) {
   if (is_none(value->cached)) return;
   unlist_cached(value);
   gone->push_back(py::reinterpret_steal<py::object>(std::exchange(value->cached, nullptr)));
 }
 
-// Notes that `value` need not be replayed any more in the backward `task`; nor, then, what only it was to read.
+// `value` need not be replayed any more in backward `task`; nor need its inputs, if only it read them.
 void stop_reading(ValueObject* value, long long task, std::vector<py::object>* gone) {
   std::vector<ValueObject*> pending = {value};
   while (!pending.empty()) {
@@ -86,7 +86,7 @@ void stop_reading(ValueObject* value, long long task, std::vector<py::object>* g
   }
 }
 
-// Whether bytes stay held on account of `value` alone, or of others like it.
+// Whether bytes stay held only for `value`, or for others like it.
 bool keeps_inputs(const ValueObject* value) {
   if (is_none(value->step)) return false;
   PyObject* inputs = inputs_of(value);
@@ -97,13 +97,13 @@ bool keeps_inputs(const ValueObject* value) {
   return false;
 }
 
-// Lists that backwards under way fill; each is held by what waits for their ends.
+// Lists that running backwards fill; their end callbacks own them.
 std::unordered_set<CachedBytes*>& lists_in_use() {
   static auto* lists = new std::unordered_set<CachedBytes*>();
   return *lists;
 }
 
-// What is in a list now, held: releasing one may free others.
+// Strong references to the values in a list: releasing one may free others.
 std::vector<py::object> values_in(const CachedBytes* cached) {
   std::vector<py::object> values;
   for (ValueObject* value : cached->values) {
@@ -112,8 +112,8 @@ std::vector<py::object> values_in(const CachedBytes* cached) {
   return values;
 }
 
-// The backward `task` has ended or failed: releases what was cached for it. What cannot be replayed any more is held
-// from now on: it was a backward of a part of the graph.
+// Backward `task` ended or failed: releases what was cached for it. A value that cannot be replayed any more (the
+// backward covered only part of the graph) is held instead.
 void end_task(CachedBytes* cached, long long task) {
   cached->tasks.erase(std::find(cached->tasks.begin(), cached->tasks.end(), task));
   if (cached->tasks.empty()) lists_in_use().erase(cached);
@@ -122,7 +122,7 @@ void end_task(CachedBytes* cached, long long task) {
     ValueObject* value = as_value(listed);
     if (value->cached_task != task) continue;
     const bool is_replayable = comes_back(value) || restore_step(value);
-    if (is_none(value->cached)) continue;  // what the garbage collector ran took it
+    if (is_none(value->cached)) continue;  // code run by the garbage collector released it
     if (!is_replayable) {
       assign(value->held, value->cached);
       value->version = value->cached_version;
@@ -131,7 +131,7 @@ void end_task(CachedBytes* cached, long long task) {
   }
 }
 
-// Keeps a list as long as a backward may need it.
+// Keeps a list alive while a backward may need it.
 class CachedReference {
  public:
   explicit CachedReference(CachedBytes* cached) noexcept : cached_(cached) { cached_->references += 1; }
@@ -192,7 +192,7 @@ void count_needs(TapeObject* tape, long long task) {
 void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task) {
   auto* core = reinterpret_cast<TapeObject*>(tape);
   long long version = 0;
-  if (!read_version(tensor, &version)) return;  // made in inference mode: nobody would tell if that changes it
+  if (!read_version(tensor, &version)) return;  // inference tensor: nothing counts its changes
   if (core->cached == nullptr) {
     core->cached = new CachedBytes();
     core->cached->references = 1;
@@ -203,16 +203,16 @@ void cache(PyObject* tape, ValueObject* value, PyObject* tensor, long long task)
   }
   await_end(value->cached_in, task);
   std::vector<py::object> gone;
-  take_cached(value, &gone);  // by another backward
+  take_cached(value, &gone);  // cached by another backward
   list_cached(value);
   Py_XSETREF(value->cached, Py_NewRef(tensor));
   value->cached_task = task;
   value->cached_version = version;
   stop_reading(value, task, &gone);
   if (core->is_open == 0 && core->repeats == 0 && keeps_inputs(value) && call(names().keeps_graph).ptr() == Py_False) {
-    // The graph goes with this backward. A kept value then goes with its last need, not with the node that saved what
-    // was made from it. Not in an open region, which holds what it keeps and must know, before that is overwritten,
-    // what is made from it.
+    // This backward frees its graph. A kept value is then released with its last need, not with the node that saved a
+    // value made from it. Not in an open region: it holds what it keeps, and must know what is made from a value that
+    // is overwritten.
     park_step(value);
   }
 }

@@ -81,7 +81,7 @@ void list_cached(ValueObject* value) {
   CachedBytes* cached = value->cached_in;
   value->cached_place = cached->values.size();
   cached->values.push_back(value);
-  if (value->is_repeated == 0) cached->bytes += value->nbytes;  // what a collective returned stays, whatever the window
+  if (value->is_repeated == 0) cached->bytes += value->nbytes;  // results of collectives stay, whatever the window
 }
 
 void unlist_cached(ValueObject* value) noexcept {
@@ -141,7 +141,7 @@ PyObject* referent(PyObject* reference) noexcept {
 #if PY_VERSION_HEX >= 0x030d0000
   PyObject* found = nullptr;
   if (PyWeakref_GetRef(reference, &found) < 0) PyErr_Clear();
-  Py_XDECREF(found);  // somebody else holds it, or it is gone
+  Py_XDECREF(found);  // somebody else holds it, or it is dead
   return found;
 #else
   PyObject* found = PyWeakref_GET_OBJECT(reference);

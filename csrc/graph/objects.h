@@ -1,8 +1,8 @@
-// The graph that a region records (NOTE [ Lineage ] in actckpt/_replay/lineage.py), as plain C objects:
-// they are made for every operator and every saved tensor of a forward.
+// The graph that a region records (NOTE [ Lineage ] in actckpt/_replay/lineage.py), as plain C objects: they are
+// created for every operator and every saved tensor of a forward.
 //
-// All of them are guarded by the GIL. Only tapes take part in garbage collection: of all others, references point one
-// way, from a handle to what it is made from, and only autograd's graph holds the handles.
+// Guarded by the GIL. Only tapes take part in garbage collection. All other references point one way, from a handle to
+// what it is made from, and only autograd's graph holds the handles.
 #pragma once
 
 #include <cstdint>
@@ -18,38 +18,38 @@ namespace actckpt::replay {
 struct HandleObject;
 struct ValueObject;
 
-// What was replayed in a region and waits for its turn. Shared by its tape, what is cached, which may outlive it, and
-// the backwards that it is cached for.
+// Cached values of a region. Shared by its tape, the cached values (which may outlive it), and the backwards that they
+// are cached for.
 struct CachedBytes {
   long long references = 0;
   long long bytes = 0;
   std::vector<ValueObject*> values;  // with cached bytes; borrowed
-  std::vector<long long> tasks;      // backwards under way, whose ends release them
-  // The one of these values that was brought back beyond the limit; evicted when the next one is.
+  std::vector<long long> tasks;      // running backwards, whose ends release them
+  // The value that was loaded beyond the limit; evicted at the next load.
   ValueObject* over_budget_entry = nullptr;
 };
 
-// The saved tensors on a value, in the order in which they were saved; borrowed, null where one is gone. Not a list of
-// weak references: what is made for every saved tensor of a step sets off the garbage collector, which walks the heap.
+// The saved tensors on a value, in the order of saving; borrowed, null if dead. Not a list of weak references:
+// allocating tracked objects for every saved tensor triggers the garbage collector, which walks the heap.
 struct Handles {
   HandleObject** many;  // null: in `few`
   HandleObject* few[2];
   int size;
-  int room;  // of `many`
+  int room;  // capacity of `many`
 
   HandleObject** begin() noexcept { return many != nullptr ? many : few; }
   HandleObject** end() noexcept { return begin() + size; }
 };
 
-// The bytes of one storage at one version. A null object field reads as None in Python.
+// The bytes of one storage at one version. Null object fields read as None in Python.
 struct ValueObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
-  PyObject* parked;  // see suspended_steps.h; null in Python's eyes, too
+  PyObject* parked;  // see suspended_steps.h; null reads as None too
   PyObject* operator_;
   PyObject* action;
-  PyObject* choice;  // of the region in which it was born; null: bytes that stand for nothing
+  PyObject* choice;  // of the region that made it; null: a placeholder
   PyObject* held;
   PyObject* root;
   PyObject* stored;
@@ -57,7 +57,8 @@ struct ValueObject {
   PyObject* spare;
   PyObject* why_opaque;
   PyObject* entry;
-  // With the next three its place (record/module_calls.h); null: nobody asks, or no recorded operator made it.
+  // This and the next three are its place (record/module_calls.h); null: places are unused, or no recorded operator
+  // made it.
   PyObject* module;
   long long call;
   long long occurrence;
@@ -72,19 +73,19 @@ struct ValueObject {
   long long cached_version;
   long long key;
   CachedBytes* cached_in;    // null: nothing was ever cached
-  std::size_t cached_place;  // in its list
-  // What the backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it,
-  // whether it is such a value, and between which clocks of saving and making all that lies.
+  std::size_t cached_place;  // index in its list
+  // What backward `counted_task` still needs of it (needs.h): how often values that must be replayed read it, whether
+  // it is such a value, and the range of clocks of saving and making for these reads.
   long long counted_task;
   long long num_readers;
   long long first_use;
   long long last_use;
-  // The last backward that repeated the collectives that lead to it (replay/repeated_collectives.h).
+  // The last backward that repeated the collectives that it depends on (replay/repeated_collectives.h).
   long long repeated_task;
   char is_reading;
-  char is_repeated;       // made by a collective that runs again
-  char needs_collective;  // it is such a value, or may be made from one
-  char was_saved;         // and it is decided what becomes of it
+  char is_repeated;       // made by a collective that is replayed
+  char needs_collective;  // it is such a value, or may depend on one
+  char was_saved;         // its action is decided
   char is_needed;
   char is_input;
   char is_parameter;
@@ -113,7 +114,7 @@ struct KnownStorageObject {
 
 constexpr int kFewDims = 4;
 
-// A tensor, as geometry on a value.
+// A tensor as geometry on a value.
 struct WindowObject {
   PyObject_HEAD PyObject* value;
   PyObject* dtype;
@@ -130,17 +131,17 @@ struct HandleObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* tape;
   PyObject* window;
-  PyObject* alias;          // a tensor like the window, where one is held; else null
+  PyObject* alias;          // a tensor equal to the window, if one is held; else null
   SavedIdentity* original;  // null: see core/saved_identity.h
   PyObject* audit;
-  ValueObject* listed_on;  // borrowed: it forgets the handle when one of the two goes
-  HandleObject* previous;  // of its tape, in the order of saving
+  ValueObject* listed_on;  // borrowed; cleared when one of the two dies
+  HandleObject* previous;  // on its tape, in the order of saving
   HandleObject* next;
   long long task;
-  long long clock;  // how many values the region had when it was saved
+  long long clock;  // number of values of the region when it was saved
 };
 
-// What a report says of a saved value.
+// One row of a report about a saved value.
 struct EntryObject {
   PyObject_HEAD PyObject* operator_;  // its name
   PyObject* module;
@@ -150,11 +151,11 @@ struct EntryObject {
   long long nbytes;
   long long num_replays;
   long long call;
-  long long occurrence;  // -1: it has no place
+  long long occurrence;  // -1: no place
   long long result;
 };
 
-// What the recorder asks of a policy at every operator.
+// Facts about a policy that the recorder reads at every operator.
 struct ChoiceFacts {
   PyObject* actions;         // by name; None: by place
   PyObject* default_action;  // for all others
@@ -162,7 +163,7 @@ struct ChoiceFacts {
   char asks_calls;
 };
 
-// The part of a tape that the recorder touches at every operator; actckpt/_replay/tape.py derives from it.
+// The part of a tape that the recorder uses at every operator; actckpt/_replay/tape.py derives from it.
 struct TapeObject {
   PyObject_HEAD PyObject* storages;
   PyObject* holding;
@@ -176,22 +177,22 @@ struct TapeObject {
   PyObject* audited_places;
   PyObject* opaque_names;
   PyObject* entries;
-  PyObject* outer;  // the hooks outside, or None
-  // Storages of the positional arguments, by id. None: leaves go to the hooks outside, as all inputs do.
+  PyObject* outer;  // the outer hooks, or None
+  // Storages of the positional arguments, by id. None: the outer hooks get leaves too, like all inputs.
   PyObject* argument_storages;
-  PyObject* meter;  // counts what of its values is alive, or None
+  PyObject* meter;  // counts the live bytes of its values, or None
   PyObject* candidates;
-  PyObject* calls;             // see record/module_calls.h; None: nobody asks for places
-  HandleObject* first_handle;  // of those that are alive; borrowed, they hold the tape
+  PyObject* calls;             // see record/module_calls.h; None: places are unused
+  HandleObject* first_handle;  // the first live one; borrowed, handles hold the tape
   HandleObject* last_handle;
   CachedBytes* cached;     // null: nothing was ever cached
-  long long window_bytes;  // most of them in this backward; -1: no limit
+  long long window_bytes;  // limit for cached bytes in this backward; -1: none
   long long counted_task;  // see `count_needs`
   long long num_lost;
   // Of `holding` and `candidates`, without parameters, when they were last examined (record/candidates.h).
   long long held_bytes;
   long long new_held_bytes;  // added since
-  long long swap;  // the swap within whose rerun it was made, -1: no operator that replay must swap states for
+  long long swap;            // the swap during whose rerun it was made; -1: no operator needs a swap for its replay
   long long recompute_bytes;
   long long opaque_bytes;
   long long structure;
@@ -199,14 +200,14 @@ struct TapeObject {
   long long num_packed;
   long long num_unversioned_args;  // tensor arguments without a version counter
   PyObject* why_unversioned;       // of the last of them
-  PyObject* why_opaque;            // why nothing that operators make here may be replayed; None: it may
-  long long began_at;              // number that autograd would have given to a node when it was opened
+  PyObject* why_opaque;            // why no result made here may be replayed; None: it may
+  long long began_at;              // autograd's next sequence number at opening
   char is_open;
   char is_audited;
   char audits_always;
-  char has_windows;   // each backward begins without a limit, and may get one
-  char repeats;       // some of its values are made by collectives that run again (replay/repeated_collectives.h)
-  char is_repeating;  // and one of them may run now
+  char has_windows;   // each backward starts without a limit, and may get one
+  char repeats;       // some of its values are made by repeated collectives (replay/repeated_collectives.h)
+  char is_repeating;  // one of these may run now
 };
 
 extern PyTypeObject* value_type;
@@ -219,8 +220,8 @@ extern PyTypeObject* tape_type;
 
 inline bool is_none(PyObject* object) { return object == nullptr || object == Py_None; }
 
-// Takes a container out of garbage collection: one of ours, that cannot be part of a cycle. Collections that a
-// training step sets off would walk through thousands of them.
+// Untracks one of our containers, which cannot be part of a cycle. Collections triggered by a training step would
+// otherwise walk through thousands of them.
 inline PyObject* untracked(PyObject* container) noexcept {
   if (container != nullptr) PyObject_GC_UnTrack(container);
   return container;
@@ -245,37 +246,37 @@ inline StepObject* as_step(py::handle object) noexcept { return reinterpret_cast
 inline TapeObject* as_tape(py::handle object) noexcept { return reinterpret_cast<TapeObject*>(object.ptr()); }
 
 py::object new_value(long long nbytes, PyObject* device, long long ordinal);
-// A call under the settings of now.
+// A call under the current settings.
 py::object new_step(PyObject* op, Numerics which, py::object args, py::object kwargs, py::object inputs);
 py::object new_known_storage(PyObject* storage, PyObject* value);
 py::object new_handle(PyObject* tape, PyObject* window);
 
-// Adds a line on `value`, which is what `tensor` holds, to the report of its region; returns the line, borrowed.
+// Adds a row for `value`, whose bytes `tensor` shows, to the report of its region; returns it, borrowed.
 EntryObject* add_entry(TapeObject* tape, ValueObject* value, PyObject* tensor);
 
-// Makes `value` a result of `step`: `kind` 0, the index-th tensor returned; 1, the index-th value written to.
+// Makes `value` a result of `step`: `kind` 0, the index-th returned tensor; 1, the index-th written value.
 void add_output(StepObject* step, ValueObject* value, long kind, long index);
 
-// What a weak reference refers to, null if it is gone; borrowed from whoever holds it alive.
+// The referent of a weak reference, null if dead; borrowed from whoever holds it.
 PyObject* referent(PyObject* reference) noexcept;
 
-// Takes the handle out of the list of its tape.
+// Removes the handle from the list of its tape.
 void unlist(HandleObject* handle) noexcept;
 
-// Releases a list of what is cached.
+// Drops a reference to a list of cached values.
 void release(CachedBytes* cached) noexcept;
 
-// Enters a value into the list of what is cached with it, and takes it off.
+// Adds a value to its list of cached values, and removes it.
 void list_cached(ValueObject* value);
 void unlist_cached(ValueObject* value) noexcept;
 
-// Notes that `handle` is on `value`.
+// Adds `handle` to the handles of `value`.
 void add_handle(ValueObject* value, PyObject* handle);
 
-// Forgets a handle that is gone, or that is to stand for another value.
+// Removes a handle that died, or that will refer to another value.
 void forget_handle(HandleObject* handle) noexcept;
 
-// Whether a saved tensor on `value` is alive that the backward `task` has not unpacked.
+// Whether a live saved tensor on `value` was not unpacked in backward `task`.
 bool is_pending(ValueObject* value, long long task) noexcept;
 
 }  // namespace actckpt::replay

@@ -1,5 +1,4 @@
-// How the C objects of the graph become Python types: how they are freed, tables of their members, and the types'
-// names.
+// The C objects of the graph as Python types: deallocation, member tables and type names.
 #pragma once
 
 #include <structmember.h>
@@ -10,8 +9,8 @@
 
 namespace actckpt::replay {
 
-// Values lead to steps and steps to values: a long program would free itself recursively and overflow the
-// stack. Beyond some depth, what is to be freed is set aside and freed by the outermost scope.
+// Values refer to steps and steps to values: freeing a long chain recursively would overflow the stack. Beyond some
+// depth, objects are queued and freed by the outermost scope.
 class FreeScope {
  public:
   FreeScope() noexcept;

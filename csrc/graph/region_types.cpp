@@ -1,4 +1,4 @@
-// The Python types of what a region is made of: tape, handles of saved tensors, lines of its report.
+// The Python types of a region: tape, handles of saved tensors, report rows.
 #include "graph/python_types.h"
 
 #include <utility>
@@ -73,7 +73,7 @@ void handle_dealloc(PyObject* self) {
   auto* handle = reinterpret_cast<HandleObject*>(self);
   ValueObject* value = handle->listed_on;
   forget_handle(handle);
-  unlist(handle);  // before any code of Python runs
+  unlist(handle);  // before any Python code runs
   if (handle->weak_references != nullptr) PyObject_ClearWeakRefs(self);
   if (value != nullptr) release_needs(value, value->counted_task);
   delete std::exchange(handle->original, nullptr);
@@ -101,7 +101,7 @@ void tape_dealloc(PyObject* self) {
 }
 
 int tape_clear(PyObject* self) {
-  reinterpret_cast<TapeObject*>(self)->is_open = 0;  // nothing records in it any longer
+  reinterpret_cast<TapeObject*>(self)->is_open = 0;  // nothing is recorded in it any more
   return collected::clear<TapeObject>(self);
 }
 
@@ -121,7 +121,7 @@ int set_tape_choice(PyObject* self, PyObject* choice, void*) {
   return 0;
 }
 
-// A tape that is open and empty.
+// An open and empty tape.
 PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
   return guarded([&]() -> PyObject* {
     auto* tape = allocated<TapeObject>(type);

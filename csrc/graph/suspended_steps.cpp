@@ -10,9 +10,9 @@
 namespace actckpt::replay {
 namespace {
 
-using Replaced = std::function<py::object(PyObject*)>;  // a value -> what stands for it
+using Replaced = std::function<py::object(PyObject*)>;  // a value -> its replacement
 
-// An argument of a step, with other objects in the place of values.
+// An argument of a step, with its values replaced.
 py::object with_other_values(PyObject* argument, const Replaced& replaced) {
   if (Py_TYPE(argument) == window_type) {
     const auto* window = reinterpret_cast<WindowObject*>(argument);
@@ -68,7 +68,7 @@ bool contains(PyObject* list, const PyObject* object) {
   return false;
 }
 
-// The step from which `parked` was copied, or another copy of it, if another of its results has it.
+// The step from which `parked` was copied, or another copy of it, if another of its results still has it.
 PyObject* step_of_others(const StepObject* parked) {
   if (parked->outputs == nullptr) return nullptr;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parked->outputs); ++i) {
@@ -83,7 +83,7 @@ PyObject* step_of_others(const StepObject* parked) {
 
 void park_step(ValueObject* value) {
   const auto* step = reinterpret_cast<StepObject*>(value->step);
-  // Other values that it names are memory whose bytes do not matter, and nobody else has them.
+  // Other values in its arguments are placeholders, which nobody else holds.
   const py::object parked = copy_of_step(step, [&](PyObject* named) {
     if (!contains(step->inputs, named)) return py::reinterpret_borrow<py::object>(named);
     PyObject* reference = untracked(PyWeakref_NewRef(named, nullptr));

@@ -23,7 +23,7 @@ void set_dims(WindowObject* window, int num_dims, const std::int64_t* sizes, con
   std::copy_n(strides, num_dims, dims + num_dims);
 }
 
-// Of a tensor whose type and bits are those of the window.
+// For a tensor whose dtype and bits equal the window's.
 bool has_dims(PyObject* tensor, const Geometry& geometry, const WindowObject* window) {
   const int count = window->num_dims;
   return geometry.num_dims() == count && std::equal(geometry.sizes(), geometry.sizes() + count, sizes_of(window)) &&
@@ -31,13 +31,13 @@ bool has_dims(PyObject* tensor, const Geometry& geometry, const WindowObject* wi
          reads().storage_offset.number(tensor) == window->offset;
 }
 
-// Whether strides alone lead from a tensor to the window.
+// Whether the window can be reached from a tensor by strides alone.
 bool has_type_and_bits(PyObject* tensor, const Geometry& geometry, const WindowObject* window) {
   return window->is_conj == 0 && window->is_neg == 0 && geometry.dtype() == window->dtype &&
          !reads().is_neg.is_true(tensor) && !(geometry.is_complex() && reads().is_conj.is_true(tensor));
 }
 
-// Where the type or a bit is another one: a new tensor on the storage.
+// If the dtype or a bit differs: a new tensor on the storage.
 py::object reinterpreted(PyObject* base, const WindowObject* window, const py::object& shape, const py::object& stride,
                          const py::object& offset) {
   static PyObject* const zero = PyLong_FromLong(0);
@@ -50,7 +50,7 @@ py::object reinterpreted(PyObject* base, const WindowObject* window, const py::o
   return window->is_neg != 0 ? call_method(tensor.ptr(), names().neg_view) : tensor;
 }
 
-// A window that refers to no value, from a `Geometry` of actckpt/_replay/geometry.py.
+// A window without a value, from a `Geometry` of actckpt/_replay/geometry.py.
 py::object window_from(const py::tuple& geometry) {
   auto* window = allocated<WindowObject>(window_type);
   auto result = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(window));

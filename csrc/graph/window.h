@@ -1,4 +1,4 @@
-// Windows: tensors as geometry on the bytes of a value, and the way back to tensors.
+// Windows: tensors as geometry on the bytes of a value, and tensors made from them.
 #pragma once
 
 #include "graph/geometry.h"
@@ -6,14 +6,14 @@
 
 namespace actckpt::replay {
 
-// The geometry of `tensor`, whose bytes are those of `value`.
+// The geometry of `tensor`, whose bytes belong to `value`.
 py::object window_of(PyObject* tensor, PyObject* value, Geometry* geometry);
 
-// The same geometry on the bytes of another value.
+// The same geometry on another value.
 py::object window_on(const WindowObject* window, PyObject* value);
 
-// The tensor that a window describes, on the storage of `base`: a fresh one, or `base` itself where it may be that and
-// is like the window. While paused only.
+// The tensor that a window describes, on the storage of `base`: a new one, or `base` itself if that is allowed and
+// equal. Only while paused.
 py::object on(PyObject* base, const WindowObject* window, bool may_be_base = false);
 
 inline const std::int64_t* sizes_of(const WindowObject* window) {

@@ -30,7 +30,7 @@ PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 void bytes_dealloc(PyObject* self) {
   BytesObject* bytes = object_of(self);
   if (bytes->watch != nullptr) {
-    const bool is_asked_for = bytes->watch.use_count() > 1;  // its span lives
+    const bool is_asked_for = bytes->watch.use_count() > 1;  // its span is alive
     if (!is_asked_for || bytes->watch->replaced_storage() == nullptr) bytes->watch->end();
   }
   bytes->watch.~SourceWatchPointer();

@@ -1,7 +1,6 @@
-// The bytes that one copy reads or writes, a stretch of a storage, as the engine holds them until it has ended.
+// The bytes that one copy reads or writes: part of a storage. The engine holds them until the copy has ended.
 //
-// While the engine may read a storage, its Bytes object is marked as a source, whose memory is
-// watched: see sources.h.
+// While the engine may read a storage, its Bytes object is marked as a source, whose memory is watched: see sources.h.
 // Thread rule: GIL held. Ownership: the engine owns the object until the copy has ended.
 #pragma once
 
@@ -10,10 +9,10 @@
 
 namespace actckpt {
 
-// Bytes from `start` of `storage`; not a source yet.
+// The bytes of `storage` from `start`; not a source yet.
 py::object new_bytes(PyObject* storage, long long start);
 
-// From now until it dies, `bytes`, which is not one yet, is a source.
+// Makes `bytes`, which must not be a source yet, a source until it dies.
 SourceWatchPointer mark_as_source(PyObject* bytes);
 
 bool is_bytes(PyObject* object);
@@ -22,13 +21,13 @@ bool is_bytes(PyObject* object);
 PyObject* storage_behind(PyObject* bytes);
 long long start_of(PyObject* bytes);
 
-// Whether the storage still has `nbytes` from where they start: its memory may have been freed.
+// Whether the storage still has `nbytes` from their start: its memory may have been freed.
 bool holds(PyObject* bytes, long long nbytes);
 
-// `torch.empty` of a size, without a call of Python code.
+// `torch.empty` of a size, without running Python code.
 py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device);
 
-// Memory of its own, to be read into.
+// New memory, to be read into.
 py::object allocate_bytes(long long nbytes, PyObject* device);
 long long address_of(PyObject* bytes);
 

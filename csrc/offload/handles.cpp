@@ -18,7 +18,7 @@ namespace {
 
 struct UnmovedObject {
   PyObject_HEAD py::object tensor;
-  py::object refusal;  // a weak reference to what is held itself: `swap_tensors` takes nothing that has one
+  py::object refusal;  // a weak reference to a tensor that is held directly: it makes `swap_tensors` refuse the tensor
   VersionCheck version_check;
   std::unique_ptr<SavedIdentity> original;
   bool is_held_itself;
@@ -50,7 +50,7 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// A new object, all of whose members are as a constructor leaves them.
+// A new object with default-constructed members.
 template <typename Object>
 Object* create(PyTypeObject* type) {
   Object* self = PyObject_New(Object, type);
@@ -76,7 +76,7 @@ py::object unpack_unmoved(UnmovedObject* self) {
   return self->original != nullptr ? self->original->resolved(std::move(alias)) : alias;
 }
 
-// `bytes` must have all that is read of them: `set_` would enlarge a storage that is too small, with whatever is there.
+// `bytes` must have everything that is read: `set_` would enlarge a storage that is too small, with arbitrary contents.
 void check_holds(const MovedObject* self, PyObject* bytes, long long nbytes) {
   if (holds(bytes, nbytes)) return;
   const py::object found = reads().nbytes(storage_behind(bytes));
@@ -97,7 +97,7 @@ py::object bytes_at(PyObject* storage, long long start, long long nbytes, PyObje
   return tensor;
 }
 
-// What lies in several spans, put together (Rule 4 of NOTE [ Spans ]).
+// Joins the bytes from several spans (NOTE [ Spans ]).
 py::object fetch_joined(const MovedObject* self) {
   const long long start = self->placed.start, end = start + self->placed.nbytes;
   PyObject* const device = self->device.ptr();
@@ -153,7 +153,7 @@ PyObject* moved_unpack(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* { return unpack_moved(moved_of(self)).release().ptr(); });
 }
 
-// One empty tensor per device, for canaries to point to.
+// One empty tensor per device, for canaries.
 PyObject* no_bytes(PyObject* device) {
   static PyObject* const known = PyDict_New();
   PyObject* found = PyDict_GetItemWithError(known, device);
@@ -196,8 +196,8 @@ PyType_Spec moved_spec = {"actckpt._C.Moved", sizeof(MovedObject), 0,
 py::object new_unmoved(PyObject* tensor) {
   UnmovedObject* self = create<UnmovedObject>(unmoved_type);
   py::object handle = owned(self);
-  // Who has it keeps it anyway. An output held as such would keep its own graph alive, and what its attributes refer to
-  // may lead there too.
+  // Others keep a parameter anyway. An output held directly would keep its own graph alive, and so may objects in its
+  // attributes.
   self->is_held_itself = reads().is_leaf.is_true(tensor) && is_parameter(tensor);
   self->tensor = self->is_held_itself ? py::reinterpret_borrow<py::object>(tensor) : reads().detach(tensor);
   if (self->is_held_itself) {

@@ -1,4 +1,4 @@
-// What autograd holds instead of a saved tensor.
+// What autograd holds instead of a saved tensor when offloading.
 //
 // See NOTE [ Offload ] in actckpt/_offload/session.py, Rules 2 to 4. Thread rule: GIL held.
 #pragma once
@@ -7,13 +7,13 @@
 
 namespace actckpt {
 
-// A saved tensor that is not moved.
+// A saved tensor that stays.
 py::object new_unmoved(PyObject* tensor);
 
-// A saved tensor that was moved.
+// A saved tensor that was offloaded.
 py::object new_moved(PyObject* tensor, Placed placed, const TensorExtent& extent);
 
-// Any handle's tensor; those of Python have a method `unpack`.
+// The tensor of any handle; Python handles have a method `unpack`.
 py::object unpack_handle(PyObject* handle);
 
 void add_handle_types(py::module_& module);

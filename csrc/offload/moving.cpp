@@ -16,7 +16,7 @@ long long item(PyObject* tuple, Py_ssize_t i) {
   return value;
 }
 
-// Moves `extent`; null where the store has no room, or would make the caller wait who must not.
+// Offloads `extent`; null if the store has no room, or would block a caller that must not wait.
 py::object move(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share) {
   const py::object bytes = new_bytes(extent.storage, extent.start);
   SourceWatchPointer watch = mark_as_source(bytes.ptr());
@@ -31,7 +31,7 @@ py::object move(const Destination& destination, PyObject* tensor, const TensorEx
 
 long long end_of(const SpanObject* span) { return span->start + span->nbytes; }
 
-// Moves what `overlapping` spans do not hold of `extent`, and shares them; nothing where bytes must stay.
+// Offloads the part of `extent` that the `overlapping` spans do not have, and shares these; nothing if bytes must stay.
 std::vector<py::object> join(const Destination& destination, PyObject* tensor, const TensorExtent& extent,
                              std::vector<py::object> overlapping) {
   std::stable_sort(overlapping.begin(), overlapping.end(), [](const py::object& one, const py::object& other) {

@@ -1,6 +1,7 @@
-// Moving the bytes of one saved tensor: which stretch of its storage, what others moved of it already, and the rest.
+// Offloading the bytes of one saved tensor: which part of its storage, what other spans already have of it, and the
+// rest.
 //
-// See NOTE [ Spans ] in span.h for the rules. Thread rule: GIL held.
+// See NOTE [ Spans ] in span.h. Thread rule: GIL held.
 #pragma once
 
 #include <memory>
@@ -10,19 +11,18 @@
 
 namespace actckpt {
 
-// Where a session moves bytes to.
+// Where a session offloads to.
 struct Destination {
-  py::object store_object;  // keeps `store` alive: another thread may change where the session moves to
+  py::object store_object;  // keeps `store` alive: another thread may change the session's store
   std::shared_ptr<Store> store;
   std::shared_ptr<Record> record;
-  bool must;  // wait for room rather than leave bytes where they are
+  bool must;  // wait for room instead of leaving the bytes in place
 };
 
-// First byte and byte count of what `tensor` moves (Rule 2).
+// First byte and byte count of what `tensor` offloads.
 TensorExtent extent_of(PyObject* tensor, PyObject* root, PyObject* storage);
 
-// Shares spans that hold all of `extent`, or moves it, or what no span holds of it. Without spans where the store has
-// no room.
+// Shares a span that has all of `extent`, or offloads what no span has of it. Without spans if the store has no room.
 Placed place(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share);
 
 }  // namespace actckpt

@@ -1,6 +1,6 @@
-// In which order earlier backwards read what sessions moved.
+// The orders in which earlier backwards read the spans of sessions.
 //
-// Rule 1 of NOTE [ Reading ahead ] in actckpt/_offload/reading.py. Thread rule: GIL held.
+// See NOTE [ Reading ahead ] in actckpt/_offload/reading.py. Thread rule: GIL held.
 #pragma once
 
 #include <cstddef>
@@ -8,11 +8,10 @@
 
 namespace actckpt {
 
-// The places of a session's spans in the order in which backward will read them, by the sizes that it moved; null where
-// it is not known.
+// The places of a session's spans in the expected order of reading, by the sizes that it offloaded; null if unknown.
 const std::vector<std::size_t>* learnt_order(const std::vector<long long>& sizes);
 
-// Remembers the order of a backward that read all of a session's spans.
+// Records the order of a backward that read all spans of a session.
 void note_order(const std::vector<long long>& sizes, std::vector<std::size_t> places);
 
 }  // namespace actckpt

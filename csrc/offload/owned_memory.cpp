@@ -8,7 +8,7 @@
 namespace actckpt {
 namespace {
 
-// Storages by identity, with weak references that confirm it: addresses are used again.
+// Storages by identity, confirmed by weak references: addresses are reused.
 struct Owned {
   std::unordered_map<PyObject*, py::object> references;
   std::size_t sweep_at = 1024;
@@ -59,7 +59,7 @@ py::object reachable_storage(PyObject* tensor) {
 }
 
 void note_owned(PyObject* tensor) {
-  const py::object storage = storage_of(tensor);  // also where it has no bytes yet: FSDP fills it later
+  const py::object storage = storage_of(tensor);  // also if it has no bytes yet: FSDP fills it later
   if (!storage || is_known_owned(storage.ptr())) return;
   Owned& all = known();
   all.references[storage.ptr()] = py::reinterpret_steal<py::object>(new_reference(storage.ptr()));

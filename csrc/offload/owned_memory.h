@@ -1,24 +1,24 @@
-// Which memory somebody else keeps anyway: that of parameters and buffers.
+// Memory that is kept anyway: that of parameters and buffers.
 //
-// Rule 1 of NOTE [ Offload ] in actckpt/_offload/session.py. Thread rule: GIL held. Ownership: storages are noted by
-// weak references.
+// See NOTE [ Offload ], Rule 1, in actckpt/_offload/session.py. Thread rule: GIL held. Ownership: weak references to
+// storages.
 #pragma once
 
 #include "core/python.h"
 
 namespace actckpt {
 
-// Whether it is a parameter, or a leaf like one.
+// Whether it is a parameter, or a leaf that counts as one.
 bool is_parameter(PyObject* tensor);
 
-// The storage; null where its bytes cannot be reached, as of torch.func's wrappers, or where there are none.
+// The storage; null if its bytes are unreachable, as for torch.func's wrappers, or if there are none.
 py::object reachable_storage(PyObject* tensor);
 
-// The storage of `tensor` is never to be moved.
+// Marks the storage of `tensor` as never to be offloaded.
 void note_owned(PyObject* tensor);
 bool is_known_owned(PyObject* storage);
 
-// Whether a weak reference is one to `object`, which lives.
+// Whether a weak reference refers to `object`, which is alive.
 bool refers_to(const PyObject* object, PyObject* reference);
 PyObject* new_reference(PyObject* object);
 

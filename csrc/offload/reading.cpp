@@ -18,35 +18,35 @@ namespace {
 
 using RecordPointer = std::shared_ptr<Record>;
 
-// Spans looked at per unpack; keeps the time of an unpack bounded.
+// Maximum number of spans examined per unpack; bounds the time of an unpack.
 constexpr int kMaxLooks = 64;
 
-// What is read ahead and nobody asked for yet; one window for the process.
+// Prefetched spans that were not unpacked yet; one window for the process.
 struct {
   std::unordered_set<SpanObject*> spans;  // borrowed
   long long bytes = 0;
-  long long limit = 0;  // the setting, as the last backward that began found it
-  // Where a backward runs within the windows of a plan: that backward, and what the block that it has come to moved
-  // itself and has not asked for. It has room of its own, which is part of the limit, and nobody else's (Rule 5).
+  long long limit = 0;  // the setting when the last backward started
+  // Under the windows of a plan: the running backward, and the bytes that its current block itself offloaded and did
+  // not unpack yet. They have their own room, which is part of the limit.
   long long planned_task = -1;
   long long own = 0;
 } window;
 
-// Brought back for one saved tensor, and needed by others, each with a weak reference to the storage; borrowed.
+// Spans loaded for one saved tensor and needed by others, each with a weak reference to the storage; borrowed.
 std::unordered_map<SpanObject*, py::object> shared_reloads;
 
-// What this thread moved last.
+// The record of this thread that offloaded last.
 std::weak_ptr<Record>& last_record() {
   thread_local std::weak_ptr<Record> record;
   return record;
 }
 
-// Unloading a span may run Python code, which may free others: those that are to come are held.
+// Unloading a span may run Python code, which may free others: hold the ones that follow.
 py::object held(SpanObject* span) { return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(span)); }
 
 void unload(SpanObject* span) { span->ticket->unload(); }
 
-// Unloads one span after the other, also where some of them raise; `finish` throws the first error.
+// Unloads span after span, even if some raise; `finish` throws the first error.
 class Unloading {
  public:
   void add(SpanObject* span) {
@@ -64,7 +64,7 @@ class Unloading {
   std::optional<py::error_already_set> first_;
 };
 
-// Begins to bring `span` back if there is room; returns whether there was.
+// Starts to load `span` if there is room; returns whether there was.
 bool read_ahead(SpanObject* span, long long task) {
   if (span->ahead_task != -1) return true;
   if (window.bytes + span->nbytes > window.limit) return false;
@@ -89,7 +89,7 @@ bool read_ahead(SpanObject* span, long long task) {
   return true;
 }
 
-// The block that `task` has come to asked for so many bytes of its own: from now on they are part of what it needs.
+// The current block of `task` unpacked `nbytes` of its own: they now count as in use.
 void leave_own_room(long long nbytes, long long task) {
   if (window.planned_task != task) return;
   const long long asked = std::min(window.own, nbytes);
@@ -97,7 +97,7 @@ void leave_own_room(long long nbytes, long long task) {
   window.limit -= asked;
 }
 
-// Releases what `task` read ahead in vain.
+// Releases what `task` prefetched without unpacking it.
 void release_unread(long long task, Unloading* unloading) {
   std::vector<py::object> unread;
   for (SpanObject* span : window.spans) {
@@ -109,7 +109,7 @@ void release_unread(long long task, Unloading* unloading) {
   }
 }
 
-// release_read_ahead(nbytes) -> released bytes, those included that are free once their copies have ended
+// release_read_ahead(nbytes) -> released bytes, including those that are free once their copies end
 PyObject* release_read_ahead(PyObject*, PyObject* wanted) {
   return guarded([&]() -> PyObject* {
     Released released(wanted);
@@ -150,7 +150,7 @@ PyObject* release_reloads(PyObject*, PyObject* wanted) {
   });
 }
 
-// Releases what a backward over `record` kept for saved tensors that share it.
+// Releases the bytes that a backward over `record` kept for saved tensors that share them.
 void release_shared(const Record* record, Unloading* unloading) {
   std::vector<py::object> kept;
   for (SpanObject* span : record->spans) {
@@ -162,7 +162,7 @@ void release_shared(const Record* record, Unloading* unloading) {
   }
 }
 
-// The backward `task` has ended, or failed.
+// Backward `task` ended or failed.
 void end_task(Record* record, long long task) {
   Unloading unloading;
   release_unread(task, &unloading);
@@ -178,7 +178,7 @@ void tell_end(const RecordPointer& record, long long task) {
   record->will_be_told = true;
 }
 
-// Gets ready for a backward that has not come to this record yet.
+// Prepares a backward that reaches this record for the first time.
 void prepare(Record* record, long long task) {
   if (record->task == task) return;
   const std::size_t count = record->sizes.size();
@@ -197,7 +197,7 @@ void prepare(Record* record, long long task) {
   for (std::size_t i = 0; i < count; ++i) record->rank[record->order[i]] = i;
 }
 
-// Reads ahead in one record from its cursor on; returns whether there is room for more.
+// Prefetches in one record from its cursor on; returns whether there is room for more.
 bool advance(Record* record, long long task, int* looks) {
   while (record->task == task && record->cursor < record->order.size()) {
     if (--*looks < 0) return false;
@@ -210,10 +210,10 @@ bool advance(Record* record, long long task, int* looks) {
   return true;
 }
 
-// Begins to bring back what comes next here, then what earlier sessions moved (Rule 1).
+// Prefetches what comes next in this record, then the spans of earlier sessions.
 void read_on(RecordPointer record, long long task) {
   int looks = kMaxLooks;
-  // Records that take turns may each be the previous one of the other: looks end that.
+  // Records that alternate may each be the previous one of the other: the limit on looks ends that.
   while (record != nullptr && --looks >= 0 && advance(record.get(), task, &looks)) {
     record = record->previous.lock();
     if (record != nullptr) prepare(record.get(), task);
@@ -221,26 +221,26 @@ void read_on(RecordPointer record, long long task) {
 }
 
 void note_seen(const RecordPointer& record, std::size_t place, long long task) {
-  if (record->task != task || place >= record->is_seen.size()) return;  // moved since it was prepared
+  if (record->task != task || place >= record->is_seen.size()) return;  // offloaded after the preparation
   if (record->is_seen[place]) return;
   record->seen.push_back(place);
   record->is_seen[place] = true;
   record->cursor = std::max(record->cursor, record->rank[place] + 1);
   if (record->seen.size() < record->sizes.size()) return;
-  // Now, since the spans may be gone before the backward has ended.
+  // Recorded now, since the spans may be gone before the backward ends.
   note_order(record->sizes, record->seen);
 }
 
 py::object fetch_once(SpanObject* span) {
   py::object found = span->ticket->fetch();
-  // What was read while its memory was replaced is worthless; the storage has the bytes.
+  // Bytes read while their memory was replaced are invalid; the storage has the right ones.
   if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
   return found;
 }
 
 void limit_window() { window.limit = PyLong_AsLongLong(call(names().max_inflight).ptr()); }
 
-// A backward has come to `record`.
+// A backward reached `record`.
 void arrive(const RecordPointer& record, long long task) {
   if (record->task != task && window.planned_task != task) limit_window();
   prepare(record.get(), task);
@@ -269,12 +269,12 @@ PyMethodDef reading_functions[] = {
      "release_reloads(nbytes) -> released bytes of what waits for other saved tensors."},
     {nullptr, nullptr, 0, nullptr}};
 
-// What was moved last at some moment of a forward; borrowed.
+// The record that offloaded last at some moment of a forward; borrowed.
 struct Moved {
   std::weak_ptr<Record> record;
 
-  // A backward has come to what was computed then: begins to read ahead, within the window as it is now. Of that
-  // `own` bytes are for what the block moved itself.
+  // A backward reached what was computed at that moment: starts to prefetch, within the current window. Of that, `own`
+  // bytes are for what the block itself offloaded.
   void read_ahead(long long own) const {
     const RecordPointer found = record.lock();
     if (found == nullptr) return;
@@ -325,7 +325,7 @@ py::object fetch(SpanObject* span) {
   const py::object owner = held(span);
   const long long task = current_task();
   py::object found = fetch_once(span);
-  if (!holds(found.ptr(), span->nbytes)) {  // the source, still held, or what was brought back: its memory was freed
+  if (!holds(found.ptr(), span->nbytes)) {  // the memory of the source, or of the loaded bytes, was freed
     unload(span);
     found = fetch_once(span);
   }

@@ -1,26 +1,26 @@
-// Bringing spans back: the one that is asked for, and ahead of it those that backward needs next.
+// Loading spans: the one that is unpacked, and ahead of it those that backward needs next.
 //
-// See NOTE [ Reading ahead ] in actckpt/_offload/reading.py for the rules. Thread rule: GIL held;
-// calls into a store may let it go, so nothing is remembered across them but by index.
+// See NOTE [ Reading ahead ] in actckpt/_offload/reading.py. Thread rule: GIL held; calls into a store may release it,
+// so only indices are kept across them.
 #pragma once
 
 #include "offload/span.h"
 
 namespace actckpt {
 
-// Bytes of `span`; blocks on the CPU, never on a device. Begins to read ahead.
+// Bytes of `span`; blocks on the CPU, never on a device. Starts to prefetch.
 py::object fetch(SpanObject* span);
 
-// What this thread moved last, or null.
+// The record of this thread that offloaded last, or null.
 std::shared_ptr<Record> last_moved();
 
-// `span` is asked for, or gone: it takes no room among what was brought back and waits.
+// `span` is unpacked or dead: it does not count as prefetched any more.
 void leave_window(SpanObject* span) noexcept;
 
-// Adds `span` to what `record` moved.
+// Adds `span` to the spans of `record`.
 void note_moved(const std::shared_ptr<Record>& record, SpanObject* span);
 
-// Sums since the process began, in bytes and counts.
+// Sums since the process started, in bytes and counts.
 struct Sums {
   long long offloaded_bytes = 0;
   long long reloaded_bytes = 0;

@@ -18,16 +18,16 @@ namespace {
 
 enum class Target { kAuto, kHost, kDisk };
 
-// As `min_bytes`: no tensor is as large, so that everything stays.
+// A `min_bytes` above the size of any tensor: everything stays.
 constexpr long long kEverythingStays = 1LL << 62;
 
 struct SessionObject {
   PyObject_HEAD std::shared_ptr<Record> record;
   long long min_bytes;
-  bool must;       // wait for room rather than leave bytes where they are
-  bool has_moved;  // something, or what was moved already was saved again
+  bool must;       // wait for room instead of leaving bytes in place
+  bool has_moved;  // offloaded something, or saved offloaded bytes again
   Target target;
-  py::object store_object;  // that was used last, and guarded
+  py::object store_object;  // the store used last, guarded
   std::shared_ptr<Store> store;
 };
 
@@ -41,13 +41,13 @@ bool is_of_a_kind_that_moves(PyObject* tensor) {
   return !reads().is_quantized.is_true(tensor) && !reads().is_inference.is_true(tensor);
 }
 
-// Whether a subclass is moved part by part.
+// Whether a subclass is offloaded part by part.
 bool comes_apart(PyObject* tensor) {
   return PyObject_HasAttr(reinterpret_cast<PyObject*>(Py_TYPE(tensor)), names().flatten) != 0 &&
          has_layout_that_moves(tensor) && is_of_a_kind_that_moves(tensor) && !is_parameter(root_of(tensor).ptr());
 }
 
-// Sets the type of its device; false where the bytes are not to be moved from there.
+// Sets the tensor's device type; false if tensors of that device stay.
 bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, py::object* device_type) {
   if (reads().is_cpu.is_true(tensor)) {
     *device_type = py::reinterpret_borrow<py::object>(names().cpu);
@@ -58,7 +58,7 @@ bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, p
   return true;
 }
 
-// Where tensors of such devices are moved to. Throws where no store can take them.
+// Where tensors of such devices are offloaded to. Throws if no store can take them.
 Destination destination_for(SessionObject* session, const py::object& device_type) {
   py::object found = call(names().store_for, device_type.ptr());
   if (found.ptr() != session->store_object.ptr()) {
@@ -69,12 +69,12 @@ Destination destination_for(SessionObject* session, const py::object& device_typ
   return {session->store_object, session->store, session->record, session->must};
 }
 
-// Whether operators are being written into a graph, to run with other bytes later. Tracing is a dispatch mode.
+// Whether operators are being traced into a graph, which runs later with other bytes. Tracing is a dispatch mode.
 bool is_traced() {
   return call(names().num_dispatch_modes).cast<int>() > 0 && call(names().is_tracing).ptr() == Py_True;
 }
 
-// Counts the storage of a saved tensor that stays since it is small, once, unless somebody else holds it anyway.
+// Counts the storage of a saved tensor that stays because it is small, once, unless it is kept anyway.
 void note_small(const SessionObject* session, PyObject* tensor, long long nbytes) {
   Record* record = session->record.get();
   if (!record->meter || reads().is_leaf.is_true(tensor)) return;
@@ -86,7 +86,7 @@ void note_small(const SessionObject* session, PyObject* tensor, long long nbytes
   record->small_bytes += nbytes;
 }
 
-// Whether a plain tensor stays because of what or where it is; otherwise sets storage and root.
+// Whether a plain tensor stays because of its kind or device; else sets storage and root.
 bool stays(const SessionObject* session, PyObject* tensor, bool is_made, py::object* storage, py::object* root,
            py::object* device_type) {
   const bool is_leaf = reads().is_leaf.is_true(tensor);
@@ -119,7 +119,7 @@ bool stays(const SessionObject* session, PyObject* tensor, bool is_made, py::obj
   return is_traced();
 }
 
-// `is_made`: an operator made its storage, so that no module owns it.
+// `is_made`: an operator made its storage, so no module owns it.
 py::object pack(PyObject* self, PyObject* tensor, bool may_share, bool is_made) {
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
@@ -164,14 +164,14 @@ PyObject* session_watch(PyObject* self, PyObject* meter) {
   Py_RETURN_NONE;
 }
 
-// moved_and_small() -> tuple of two numbers of storages, each with the bytes that are saved of them
+// moved_and_small() -> tuple of two storage counts, each followed by the saved bytes of these
 PyObject* session_moved_and_small(PyObject* self, PyObject*) {
   const Record* record = session_of(self)->record.get();
   return Py_BuildValue("LLLL", record->num_moved, record->moved_bytes, record->num_small, record->small_bytes);
 }
 
 PyObject* session_unpack(PyObject*, PyObject* handle) {
-  // Autograd lends it: the saved tensor may be released while Python runs below.
+  // Borrowed from autograd: the saved tensor may be released while Python runs below.
   const auto owner = py::reinterpret_borrow<py::object>(handle);
   return guarded([&]() -> PyObject* { return unpack_handle(handle).release().ptr(); });
 }
@@ -189,7 +189,7 @@ PyObject* session_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   if (self == nullptr) return nullptr;
   SessionObject* session = session_of(self);
   new (&session->record) std::shared_ptr<Record>(std::make_shared<Record>());
-  session->record->previous = last_moved();  // until it moves something itself
+  session->record->previous = last_moved();  // until it offloads something itself
   session->record->is_needed = is_needed != 0;
   session->min_bytes = min_bytes;
   session->must = must != 0;

@@ -9,7 +9,7 @@
 namespace actckpt {
 namespace {
 
-// The watches that have not ended. Storages by identity: a source holds its storage.
+// Active watches. Storages by identity: a source holds its storage.
 std::unordered_map<PyObject*, std::vector<SourceWatch*>>& watches() {
   static auto* all = new std::unordered_map<PyObject*, std::vector<SourceWatch*>>();
   return *all;
@@ -27,7 +27,7 @@ SourceWatch::~SourceWatch() {
   if (is_replaced_) Py_DECREF(storage_);
 }
 
-// Size and address: memory that grew may lie at an address that it had before.
+// Compares size and address: memory that grew may lie at its previous address.
 bool SourceWatch::is_as_it_was() const {
   return reads().nbytes.number(storage_) == nbytes_ && reads().data_ptr.number(storage_) == address_;
 }
@@ -39,7 +39,7 @@ PyObject* SourceWatch::replaced_storage() noexcept {
   bool is_same = false;
   try {
     is_same = is_as_it_was();
-  } catch (const std::exception&) {  // it cannot tell: what is there now is the safe answer
+  } catch (const std::exception&) {  // unknown: the current contents are the safe answer
   }
   if (is_same) return nullptr;
   PyObject* const storage = Py_NewRef(storage_);

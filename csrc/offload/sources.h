@@ -1,9 +1,8 @@
 // Watches the memory that the engine reads: whether it was replaced under a copy.
 //
-// See NOTE [ Sources ] in actckpt/_offload/sources.py. C++ that enlarges a storage frees its old
-// memory, which others may fill before the copy has ended. Then the copy is worthless, and the
-// storage has what was saved, since growing takes the bytes along.
-// Thread rule: GIL held. Ownership: a Bytes object that is a source and its Span share a watch.
+// See NOTE [ Sources ] in actckpt/_offload/sources.py. C++ that enlarges a storage frees its old memory, which others
+// may fill before the copy has ended. The copy is then invalid; the storage has the saved bytes, since growing moves
+// them along. Thread rule: GIL held. Ownership: a Bytes object that is a source and its Span share a watch.
 #pragma once
 
 #include <memory>
@@ -14,19 +13,19 @@ namespace actckpt {
 
 class SourceWatch {
  public:
-  // `storage` must outlive the watch, or `end` be called before it dies.
+  // `storage` must outlive the watch, or `end` must be called before it dies.
   explicit SourceWatch(PyObject* storage);
   SourceWatch(const SourceWatch&) = delete;
   SourceWatch& operator=(const SourceWatch&) = delete;
   ~SourceWatch();
 
-  // Of the first byte, when it was made.
+  // Address of the first byte at construction.
   long long address() const { return address_; }
 
-  // All copies that read the storage have ended: what happens to it from now on does not matter.
+  // All copies that read the storage have ended: later changes do not matter.
   void end() noexcept;
 
-  // The storage, if its memory was replaced before `end`: it is kept from then on. Else null.
+  // The storage, if its memory was replaced before `end`; from then on it is owned. Else null.
   PyObject* replaced_storage() noexcept;
 
  private:

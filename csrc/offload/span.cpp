@@ -16,7 +16,7 @@ PyTypeObject* span_type = nullptr;
 
 using Spans = std::vector<SpanObject*>;
 
-// By identity of their storage, which their weak references confirm: addresses are used again.
+// By identity of their storage, confirmed by their weak references: addresses are reused.
 std::unordered_map<PyObject*, Spans>& registry() {
   static auto* all = new std::unordered_map<PyObject*, Spans>();
   return *all;
@@ -40,7 +40,7 @@ void span_dealloc(PyObject* self) {
   using RecordPointer = std::shared_ptr<Record>;
   span->record.~RecordPointer();
   span->watch.~SourceWatchPointer();
-  py::error_scope pending;  // the end of a ticket hands back references, whose ends may run anything
+  py::error_scope pending;  // ending a ticket releases references, which may run any code
   using TicketPointer = std::unique_ptr<StoreTicket>;
   span->ticket.~TicketPointer();
   Py_DECREF(span->store);
@@ -78,7 +78,7 @@ PyMethodDef span_functions[] = {
 void Record::forget(std::size_t place) noexcept {
   spans[place] = nullptr;
   if (--num_alive > 0) return;
-  // A session may go around a whole training: its lists begin anew.
+  // A session may last a whole training: start its lists anew.
   spans.clear();
   sizes.clear();
   task = -1;

@@ -5,7 +5,7 @@
 namespace actckpt {
 namespace {
 
-// A ticket of a store that is a Python object.
+// A ticket of a store implemented in Python.
 class PythonTicket final : public StoreTicket {
  public:
   PythonTicket(PyObject* store, py::object ticket, py::object nbytes, PyObject* device)

@@ -11,7 +11,7 @@
 namespace actckpt::replay {
 namespace {
 
-// Notes an argument without a version counter.
+// Records an argument without a version counter.
 void note_unversioned(TapeObject* tape, PyObject* why) {
   tape->num_unversioned_args += 1;
   assign(tape->why_unversioned, why);

@@ -1,4 +1,4 @@
-// What is called to run an operator, when it is recorded and when it is replayed.
+// How an operator is called, when it is recorded and when it is replayed.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@ namespace actckpt::replay {
 
 // NOTE [ Direct calls ]
 //
-// To call an overload takes torch longer than what most operators of a small model compute: it matches the arguments
-// against the schema, boxes them, and looks for Python code that wants to see the call. `torch.mm` and the like go to
-// the same overload in less time (actckpt/_replay/direct.py has which). They are called only where nothing can lead
-// them to another one, or to other code: arguments by position, plain tensors or None where the schema has tensors (a
-// number there means another overload to them), and no function mode, which would see `torch.mm` a second time.
+// Calling an overload from Python costs more than most operators of a small model compute: torch matches the arguments
+// against the schema, boxes them, and looks for Python overrides. `torch.mm` and the like reach the same overload
+// faster (actckpt/_replay/direct.py lists them). They are used only if nothing can redirect them: positional arguments
+// only; plain tensors or None where the schema has tensors (a number would select another overload); no function mode,
+// which would see `torch.mm` a second time.
 class Callee {
  public:
-  // Of an `Operator`.
+  // From an `Operator`.
   explicit Callee(PyObject* op);
 
   // `kwargs` null: none. Throws what the operator raises.
@@ -27,10 +27,10 @@ class Callee {
 
   py::object callee_;
   py::object direct_;          // None: there is none
-  std::uint64_t tensors_ = 0;  // positions of the arguments that are tensors in its schema
+  std::uint64_t tensors_ = 0;  // positions of the tensor arguments in its schema
 };
 
-// That of an `Operator`; both live as long as the process.
+// Cached per `Operator`; both live as long as the process.
 const Callee& callee_of(PyObject* op);
 
 }  // namespace actckpt::replay

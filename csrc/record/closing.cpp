@@ -16,20 +16,20 @@ bool is_watched(const TapeObject* tape, const ValueObject* value) {
   return value->action == names().keep || (value->is_input != 0 && value->action != names().offload);
 }
 
-// The tensor on the bytes of `value` that the region used last: what an operator returned may have been an
-// intermediate of it with a version counter of its own (`_unsafe_view`).
+// The alias of `value` that the region used last. The tensor that an operator returned may have been an intermediate
+// one with its own version counter (`_unsafe_view`).
 py::object latest_alias(const ValueObject* value) {
   py::object held = py::reinterpret_borrow<py::object>(value->held);
   if (is_none(value->root)) return held;
   PyObject* seen = referent(value->root);
   if (seen == nullptr || seen == held.ptr()) return held;
   py::object root = py::reinterpret_borrow<py::object>(seen);
-  const py::object storage = storage_of(root.ptr(), Geometry(root.ptr()));  // none where it is sparse
+  const py::object storage = storage_of(root.ptr(), Geometry(root.ptr()));  // null if it is sparse
   return storage.ptr() == reads().untyped_storage(held.ptr()).ptr() ? root : held;
 }
 
-// Holds the bytes of `value` through an alias that tells when they change (Rule 7 of NOTE [ Replay ]). False: they
-// changed behind the recorder's back, and unpack will raise.
+// Holds the bytes of `value` through an alias that counts their changes (NOTE [ Replay ], Rule 6). False: they changed
+// unrecorded, and unpack will raise.
 bool watch(ValueObject* value) {
   const py::object held = latest_alias(value);
   const py::object root = root_of(held.ptr());
@@ -39,10 +39,10 @@ bool watch(ValueObject* value) {
   return value->version == version;
 }
 
-// Releases the graph of the views of a parameter that handles hold: a node that saves the view that it returned
-// and its handle would hold each other for good. Now, since no recorder sees it any more.
+// Releases the graph of parameter views that handles hold. A node that saves the view that it returned, and its handle,
+// would otherwise hold each other forever. Safe now, since no recorder sees the view any more.
 void cut_off_views(ValueObject* parameter) {
-  std::vector<py::object> alive;  // what is released may end others
+  std::vector<py::object> alive;  // releasing one may destroy others
   for (HandleObject* handle : parameter->handles) {
     if (handle != nullptr) {
       alive.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(handle)));
@@ -55,15 +55,15 @@ void cut_off_views(ValueObject* parameter) {
   }
 }
 
-// release_unneeded(tape): releases what no saved tensor needs, and watches what is kept. Returns the values for which
-// more is to be done.
+// release_unneeded(tape): releases what no saved tensor needs, and watches the rest. Returns the values that need more
+// work in Python.
 PyObject* release_unneeded(PyObject*, PyObject* self) {
   return guarded([&]() -> PyObject* {
     auto* tape = reinterpret_cast<TapeObject*>(self);
     py::object holding = py::reinterpret_borrow<py::object>(tape->holding);
     assign(tape->holding, py::list().ptr());
     PyObject* list = holding.ptr();
-    // Later values hold earlier ones: the last go first.
+    // Later values hold earlier ones, so release the last ones first.
     for (Py_ssize_t i = PyList_GET_SIZE(list) - 1; i >= 0; --i) {
       if (Py_REFCNT(PyList_GET_ITEM(list, i)) == 1) {
         Py_INCREF(Py_None);

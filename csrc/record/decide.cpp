@@ -9,7 +9,7 @@
 namespace actckpt::replay {
 namespace {
 
-// What was done with a value, and why it is not what the policy says.
+// What was done with a value, and why it differs from the policy.
 struct Outcome {
   PyObject* action;
   py::object why;
@@ -23,13 +23,13 @@ py::object ask_tape(TapeObject* tape, PyObject* method, ValueObject* value) {
   return call_method_with(reinterpret_cast<PyObject*>(tape), method, as_object(value));
 }
 
-// Whether a value can be made again, as things stand.
+// Whether a value can be replayed.
 bool can_replay(TapeObject* tape, ValueObject* value) {
   if (is_none(value->step) || is_opaque(value)) return false;
   return tape->num_lost == 0 || ask_tape(tape, names().is_obtainable, value).ptr() == Py_True;
 }
 
-// Keeps or moves a value.
+// Keeps or offloads a value.
 Outcome hold(TapeObject* tape, ValueObject* value, PyObject* tensor, PyObject* action) {
   assign(value->step, Py_None);
   py::object why = py::reinterpret_borrow<py::object>(names().no_reason);
@@ -40,7 +40,8 @@ Outcome hold(TapeObject* tape, ValueObject* value, PyObject* tensor, PyObject* a
     }
   }
   if (is_none(value->held)) append(tape->holding, as_object(value));
-  // Tells of later changes as autograd would: aliases may count their own (`Tensor.data`).
+  // Hold the saved tensor itself: it counts later changes as autograd would. Aliases may count their own
+  // (`Tensor.data`).
   if (value->is_parameter == 0) assign(value->held, tensor);
   return {names().keep, std::move(why)};
 }

@@ -27,7 +27,7 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   const bool stays = !action.is_none() && action.ptr() != names().recompute;
   const long long num_unversioned_args = tape->num_unversioned_args;
   py::object step;
-  if (!stays) {  // else it is never made again: nobody will ask what it was made from
+  if (!stays) {  // else it is never replayed: its inputs do not matter
     const py::list inputs;
     py::object list = args_with_windows(tape, args, inputs.ptr());
     py::object dict = kwargs_with_windows(tape, kwargs, inputs.ptr());
@@ -45,8 +45,8 @@ py::object record_plain(TapeObject* tape, const Overload& overload, PyObject* ar
   return result;
 }
 
-// Whether shapes are computed: such tensors have no bytes, and a DTensor computes with them on the side. To return
-// NotImplemented would pass their mode by.
+// Whether this call only computes shapes: fake tensors have no bytes, and a DTensor computes with them internally.
+// Returning NotImplemented would bypass their mode.
 bool has_fakes(PyObject* types) {
   for (const py::handle type : py::reinterpret_borrow<py::sequence>(types)) {
     if (std::strcmp(reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name, "FakeTensor") == 0) return true;
@@ -54,7 +54,7 @@ bool has_fakes(PyObject* types) {
   return false;
 }
 
-// Notes what a higher-order operator returned, which is not executed again: its arguments may be functions.
+// Records the results of a higher-order operator. It is never replayed: its arguments may be functions.
 void add_unrecorded(TapeObject* tape, const Overload& overload, PyObject* args, PyObject* kwargs, PyObject* result) {
   const bool asks_calls = facts_of_choice(tape).asks_calls != 0;
   const py::object action = asks_calls ? asked_after_call(tape->choice, overload.func.ptr(), args, kwargs, result)
@@ -70,8 +70,8 @@ bool has_other_types(PyObject* types) {
   return false;
 }
 
-// Tells of subclasses among the arguments: they call operators on their inner tensors, and these are recorded (Rule 4
-// of NOTE [ Replay ]).
+// Records the subclass instances among the arguments. They call operators on their inner tensors, which are recorded
+// (NOTE [ Replay ], Rule 4).
 void note_wrappers(PyObject* tape, PyObject* args, PyObject* kwargs) {
   for (PyObject* given : {args, kwargs}) {
     if (given == nullptr) continue;
@@ -80,7 +80,7 @@ void note_wrappers(PyObject* tape, PyObject* args, PyObject* kwargs) {
   }
 }
 
-// Runs an operator and records what it makes.
+// Runs an operator and records its results.
 py::object recorded(TapeObject* tape, const Overload& overload, PyObject* args, PyObject* kwargs) {
   PyObject* func = overload.func.ptr();
   if (!overload.is_recorded) {
@@ -137,7 +137,7 @@ void add_dispatch_functions(py::module_& module) {
       {"dispatch", fast(dispatch), METH_FASTCALL, "dispatch(recorder, func, types, args, kwargs=None)"},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module.ptr(), methods) != 0) throw py::error_already_set();
-  // As an attribute of a class it binds like a Python function, without a frame of Python.
+  // As a class attribute it binds like a Python function, without a Python frame.
   const py::object dispatcher = module.attr("dispatch");
   module.add_object("torch_dispatch", py::reinterpret_steal<py::object>(PyInstanceMethod_New(dispatcher.ptr())));
 }

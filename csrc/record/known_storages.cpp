@@ -13,8 +13,8 @@ namespace {
 
 py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
 
-// Parameters, and leaves like them that hooks outside do not get (Rule 7 of NOTE [ Hooks outside ]). What such hooks
-// gave a rerun is a leaf there, and a parameter only if it was one in the forward.
+// Parameters, and other leaves that outer hooks do not get (Rule 7 of NOTE [ Hooks outside ]). A tensor that such hooks
+// return to a rerun is a leaf there; it counts as a parameter only if it was one in the forward.
 bool is_parameter(const TapeObject* tape, PyObject* root, PyObject* storage) {
   if (!reads().is_leaf.is_true(root)) return false;
   if (is_instance(root, names().parameter_type)) return true;
@@ -24,7 +24,7 @@ bool is_parameter(const TapeObject* tape, PyObject* root, PyObject* storage) {
          PySet_Contains(tape->argument_storages, key_of(storage).ptr()) == 0;
 }
 
-// Takes a storage that nothing recorded made as an input of the region.
+// Takes an unknown storage as an input of the region.
 py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& storage) {
   tape->num_values += 1;
   py::object made = new_value(reads().nbytes.number(storage.ptr()), reads().device(tensor).ptr(), tape->num_values);
@@ -40,7 +40,7 @@ py::object take_input(TapeObject* tape, PyObject* tensor, const py::object& stor
   record_version(value, root.ptr(), root_of(root.ptr()));
   assign(value->choice, tape->choice);
   const py::object least = attribute(tape->choice, names().offloads_inputs_from);
-  // Hooks outside get what the region holds: theirs to move.
+  // With outer hooks, offloading is up to them: they get what the region holds.
   if (is_none(tape->outer) && value->is_parameter == 0 && !least.is_none() &&
       value->nbytes >= PyLong_AsLongLong(least.ptr()) && !is_known_owned(storage.ptr())) {
     assign(value->action, names().offload);
@@ -94,7 +94,7 @@ py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry
   py::object found = py::reinterpret_borrow<py::object>(holder->value);
   auto* value = as_value(found);
   PyObject* seen = value->root == nullptr ? nullptr : referent(value->root);
-  // What was its own root is no view of anything, and does not become one.
+  // A tensor that was its own base is not a view, and never becomes one.
   const py::object root = seen == tensor ? py::reinterpret_borrow<py::object>(tensor) : root_of(tensor);
   PyObject* last = value->version < 0 ? nullptr : seen;
   if (last == nullptr) {

@@ -1,4 +1,4 @@
-// Which value a storage holds now: storages go by identity (Rule 2 of NOTE [ Replay ]).
+// Which value each storage holds now. Storages are recognised by identity (NOTE [ Replay ], Rule 2).
 #pragma once
 
 #include "graph/geometry.h"
@@ -6,23 +6,23 @@
 
 namespace actckpt::replay {
 
-// The value that the storage of `tensor` holds now; takes it as an input if nothing recorded made it. Null for tensors
-// without a storage that can be read.
+// The current value of the storage of `tensor`; an unknown storage becomes an input. Null for tensors without a
+// readable storage.
 py::object value_of(TapeObject* tape, PyObject* tensor, const Geometry& geometry);
 
-// The storage, or null for tensors that have none that can be read, or that have no strides to read it by.
+// The storage, or null for tensors without a readable storage or without strides.
 py::object storage_of(PyObject* tensor, const Geometry& geometry);
 
-// A tensor that unpack returned while the region is open: it is known as what it is (Rule 9 of NOTE [ Replay ]).
+// A tensor that unpack returned while the region is open keeps its identity as a value (NOTE [ Replay ], Rule 7).
 void note_unpacked(TapeObject* tape, PyObject* tensor, PyObject* value);
 
 // What is known of a storage, or null; borrowed from the tape.
 KnownStorageObject* known_storage_of(TapeObject* tape, PyObject* storage);
 
-// Lets the storage hold `value`.
+// Sets the value that a storage holds.
 void add_known_storage(TapeObject* tape, PyObject* storage, PyObject* value);
 
-// Notes through which tensor a value is seen, what that is a view of, and its version.
+// Records through which tensor a value is seen, the base of that tensor, and its version.
 void record_version(ValueObject* value, PyObject* tensor, const py::object& root);
 
 void add_known_storage_functions(py::module_& module);

@@ -15,15 +15,15 @@
 namespace actckpt::replay {
 namespace {
 
-// One call of a module; where none runs, what the region is around.
+// One module call; outside of any call, the code that the region wraps.
 struct Call {
   py::object frame;
   py::object module;
-  py::object root;  // of an outermost call: the module in which all that runs inside of it is named
+  py::object root;  // for an outermost call: the module relative to which names inside it are qualified
   py::object name;
   std::uint64_t name_id = 0;
   std::uint64_t id = 0;                                          // of name and index
-  long long index = -1;                                          // -1: it ran no operator yet
+  long long index = -1;                                          // -1: it has run no operator yet
   std::vector<std::pair<std::uint64_t, long long>> occurrences;  // by operator
 };
 
@@ -32,22 +32,22 @@ struct State {
   Call outside;
   std::unordered_map<std::uint64_t, long long> num_calls;  // by name
   RunningCall running;
-  // Of the region that is open: the call of its first operator, 0 before that; whether a later one was remembered; and
-  // whether none is any more.
+  // For the open region: the call of its first operator, 0 before that; whether a later one was remembered; and whether
+  // remembered calls are exhausted.
   std::uint64_t first = 0;
   bool was_remembered = false;
   bool is_looked_up = false;
-  bool looks_up_all = false;  // none is to be remembered
+  bool looks_up_all = false;  // remember nothing
 };
 
-// Calls by first operator and structure of a region, and the first ones of those that left the structures known.
+// Calls by first operator and structure of a region; and the first operators of regions that left the known structures.
 struct Remembered {
   std::unordered_map<std::uint64_t, RunningCall> calls;
   std::unordered_set<std::uint64_t> changing;
 };
 
 Remembered& remembered() {
-  constexpr std::size_t kMaxCalls = 1 << 18;  // programs whose shapes never repeat
+  constexpr std::size_t kMaxCalls = 1 << 18;  // for programs whose shapes never repeat
   static auto* all = new Remembered();
   if (all->calls.size() > kMaxCalls) *all = Remembered();
   return *all;
@@ -63,7 +63,7 @@ PyTypeObject* calls_type = nullptr;
 
 CallsObject* calls_of(PyObject* self) { return reinterpret_cast<CallsObject*>(self); }
 
-// The innermost frame from `frame` outward that runs a module's `__call__`, null if there is none.
+// The innermost frame, from `frame` outward, that runs a module's `__call__`; null if there is none.
 py::object call_frame(py::object frame) {
   while (frame) {
     auto* raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
@@ -86,7 +86,7 @@ py::object module_in(const py::object& frame) {
 #else
   const py::object locals = attribute(frame.ptr(), names().locals);
   py::object found = py::reinterpret_borrow<py::object>(PyDict_GetItem(locals.ptr(), names().self_name));
-  PyDict_Clear(locals.ptr());  // a snapshot, which the frame would keep
+  PyDict_Clear(locals.ptr());  // a snapshot, which the frame would keep alive
   return found;
 #endif
 }
@@ -102,7 +102,7 @@ std::string_view text_of(PyObject* text) {
   return {data, static_cast<std::size_t>(size)};
 }
 
-// Makes a name live as long as the process: others remember it.
+// Makes a name immortal: it is cached by pointer.
 void intern(py::object* name) {
   PyObject* text = name->release().ptr();
   PyUnicode_InternInPlace(&text);
@@ -111,7 +111,7 @@ void intern(py::object* name) {
   *name = py::reinterpret_steal<py::object>(text);
 }
 
-// The qualified names of modules, as the outermost module that ran last knows them; found again where either is gone.
+// Qualified names of modules relative to the outermost module that ran last; recomputed when either is gone.
 struct Named {
   py::object module;  // weak references
   py::object root;
@@ -136,12 +136,12 @@ const Named& named(PyObject* root, PyObject* module) {
   made.module = py::reinterpret_steal<py::object>(PyWeakref_NewRef(module, nullptr));
   made.root = py::reinterpret_steal<py::object>(PyWeakref_NewRef(root, nullptr));
   if (!made.module || !made.root) throw py::error_already_set();
-  Named& kept = known_names()[module];  // Python code ran in between
+  Named& kept = known_names()[module];  // Python code ran in between: look it up again
   kept = std::move(made);
   return kept;
 }
 
-// Takes off the stack what does not run any more. It is freed by the caller, last of all: that may run any code.
+// Pops ended calls off the stack. The caller frees them last of all, since that may run any code.
 std::vector<Call> cut(State* state, std::size_t size) {
   std::vector<Call> ended;
   while (state->stack.size() > size) {
@@ -151,14 +151,14 @@ std::vector<Call> cut(State* state, std::size_t size) {
   return ended;
 }
 
-// How many calls of the stack are around `frame`, itself included, 0 where none is.
+// The number of calls on the stack down to `frame`, inclusive; 0 if it is on none.
 std::size_t position(const State* state, const py::object& frame) {
   std::size_t size = state->stack.size();
   while (size > 0 && state->stack[size - 1].frame.ptr() != frame.ptr()) --size;
   return size;
 }
 
-// Puts the call in `frame` on the stack, and what is around it. Returns what ended.
+// Pushes the call in `frame`, and the calls around it. Returns the calls that ended.
 std::vector<Call> enter(State* state, const py::object& frame) {
   std::vector<py::object> entered;
   std::size_t size = 0;
@@ -182,8 +182,8 @@ PyObject* module_of(Call* call) {
   return call->module.ptr();
 }
 
-// The module that `outermost` stands for where `module` runs inside of it: itself; but in a backward, where what runs
-// is a rerun, the one that the forward began with, which may be further outside.
+// The module relative to which `module` is named inside `outermost`: `outermost` itself. In a backward, which runs
+// reruns, it is the outermost module of the forward, which may be further outside.
 py::object naming_module(PyObject* outermost, PyObject* module) {
   auto found = py::reinterpret_borrow<py::object>(outermost);
   const auto at = known_names().find(module);
@@ -193,7 +193,7 @@ py::object naming_module(PyObject* outermost, PyObject* module) {
   return PyLong_AsLongLong(call(names().graph_task_id).ptr()) == -1 ? found : known;
 }
 
-// Finds the name of a call on the stack.
+// Determines the name of a call on the stack.
 void identify(State* state, Call* call) {
   Call* front = &state->stack.front();
   if (!front->root) front->root = naming_module(module_of(front), module_of(call));
@@ -211,7 +211,7 @@ long long count(Call* call, std::uint64_t op) {
   return 0;
 }
 
-// A number that stands for an outermost module as long as it lives.
+// A number that identifies an outermost module while it is alive.
 std::uint64_t number_of(PyObject* root) {
   static auto* known = new std::unordered_map<PyObject*, std::pair<py::object, std::uint64_t>>();
   static std::uint64_t last = 0;
@@ -222,7 +222,7 @@ std::uint64_t number_of(PyObject* root) {
   return last;
 }
 
-// Looks at the frames of the operator that runs.
+// Inspects the frames of the current operator.
 void look_up(State* state, const OperatorFacts& facts) {
   std::vector<Call> ended;
   const py::object frame =
@@ -266,7 +266,7 @@ void note(State* state, const OperatorFacts& facts, std::uint64_t structure) {
   known.calls[key] = state->running;
 }
 
-// begin(where): a region opens that is around what `where` names.
+// begin(where): a region opens; `where` names what it wraps.
 PyObject* calls_begin(PyObject* self, PyObject* where) {
   return guarded([&] {
     State* state = calls_of(self)->state;
@@ -287,7 +287,7 @@ PyObject* calls_begin(PyObject* self, PyObject* where) {
   });
 }
 
-// look_up_all(): frames tell the calls of all operators of the region.
+// look_up_all(): frames determine the calls of all operators of the region.
 PyObject* calls_look_up_all(PyObject* self, PyObject*) {
   calls_of(self)->state->looks_up_all = true;
   Py_RETURN_NONE;

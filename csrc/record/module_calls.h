@@ -1,18 +1,17 @@
-// Which call of which module runs an operator, and how many like it ran there before: what makes a place
+// Which call of which module runs an operator, and how many like it ran there before: the parts of a place
 // (NOTE [ Places ] in actckpt/_text/places.py).
 //
-// Guarded by the GIL. One object per step, thread and depth of open regions. Nothing is looked at where nobody asks for
-// places.
+// Guarded by the GIL. One object per step, thread and nesting depth of regions. Unused if nobody needs places.
 //
-// To look at the frames of each operator costs several percent of a region. So it is done while a region is new: its
-// first operator is always looked up, and the rest is remembered by that, by the outermost module and by the structure
-// (`advance` in results.cpp). Where a region leaves the structures that are known it is looked up from there on, with
+// Inspecting the frames of every operator would cost several percent of a region. So it is done while a region is new.
+// Its first operator is always looked up. The rest is remembered by the first operator, the outermost module and the
+// structure (`advance` in results.cpp). If a region leaves the known structures, it is looked up from there on, with
 // calls counted anew, and from its start in all later calls. Two branches of one region with the same operators and
-// shapes are not told apart: their places have the name of the one that ran first. Where the first operator runs in no
-// module, nothing is remembered.
+// shapes are not distinguished: both get the name of the one that ran first. If the first operator runs in no module,
+// nothing is remembered.
 //
-// While frames are looked at, those of the calls that run, or ran last, are held: two calls are told apart by their
-// frames, and a frame that nobody holds may get the address of the next one.
+// The frames of running calls, or of those that ran last, are held while frames are inspected. Calls are distinguished
+// by their frames, and a freed frame's address may be reused by the next one.
 #pragma once
 
 #include <cstdint>
@@ -22,21 +21,21 @@
 
 namespace actckpt::replay {
 
-// What is known of an operator, from its description (actckpt/_replay/operators.py). `id` is made of its name, so that
-// it is the same in every process.
+// Facts about an operator (actckpt/_replay/operators.py). `id` is a hash of its name, so it is the same in every
+// process.
 struct OperatorFacts {
-  py::object op;  // keeps the address taken
+  py::object op;  // keeps the address valid
   std::uint64_t id = 0;
   long num_returned = 0;  // results that are no aliases of arguments
 };
 
 const OperatorFacts& facts_of(PyObject* op);
 
-// A hash of a text and of both: the same in every process.
+// Hashes of a text and of two ids: the same in every process.
 std::uint64_t id_of(std::string_view text) noexcept;
 std::uint64_t mixed(std::uint64_t hash, std::uint64_t word) noexcept;
 
-// The call that runs an operator; `id` stands for module and call.
+// The call that runs an operator; `id` identifies module and call.
 struct RunningCall {
   PyObject* module = nullptr;  // its name; never freed
   std::uint64_t module_id = 0;
@@ -45,18 +44,18 @@ struct RunningCall {
   long long occurrence = 0;
 };
 
-// Notes that an operator runs now, after what `structure` stands for. What it makes is made in `running` until the next
-// one runs.
+// Records that an operator runs now, after the operators that `structure` encodes. Its results are made in `running`
+// until the next operator runs.
 void note_operator(PyObject* calls, PyObject* op, std::uint64_t structure);
 const RunningCall& running(PyObject* calls) noexcept;
 
-// What stands for a place in tables.
+// The key of a place in tables.
 inline std::uint64_t place_id(const RunningCall& call, const OperatorFacts& facts, long long result) noexcept {
   const std::uint64_t operator_id = mixed(mixed(call.id, facts.id), static_cast<std::uint64_t>(call.occurrence));
   return mixed(operator_id, static_cast<std::uint64_t>(result));
 }
 
-// Notes that a backward reads what the step saved.
+// Records that a backward reads what the step saved.
 void end_step(PyObject* calls) noexcept;
 
 void add_calls_type(py::module_& module);

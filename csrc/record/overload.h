@@ -1,4 +1,4 @@
-// What is known of an overload of an operator, from its description (actckpt/_replay/operators.py).
+// Facts about an operator overload (actckpt/_replay/operators.py).
 #pragma once
 
 #include "core/numerics.h"
@@ -8,7 +8,7 @@
 namespace actckpt::replay {
 
 struct Overload {
-  py::object func;  // keeps the address taken
+  py::object func;  // keeps the address valid
   const Callee* callee = nullptr;
   py::object op;
   py::object name;
@@ -21,7 +21,7 @@ struct Overload {
   Numerics which = Numerics::kAll;  // settings that it may depend on
 };
 
-// Read once, and found by the address of `func`: its hash is a Python function.
+// Read once and found by the address of `func`: its hash is a Python function.
 const Overload& overload_of(PyObject* func);
 
 }  // namespace actckpt::replay

@@ -19,7 +19,7 @@
 namespace actckpt::replay {
 namespace {
 
-// Lets a dropped tensor leave a checksum, unless its place has come back right (Rule 6 of NOTE [ Replay ]).
+// Records a checksum of a dropped tensor, unless its place has passed an audit (NOTE [ Audit ]).
 void audit(TapeObject* tape, PyObject* handle, PyObject* tensor) {
   tape->num_packed += 1;
   const auto place = mixed(static_cast<std::uint64_t>(tape->structure), tape->num_packed);
@@ -29,7 +29,7 @@ void audit(TapeObject* tape, PyObject* handle, PyObject* tensor) {
   }
 }
 
-// A handle of a leaf that stays whatever becomes of the region. Of a parameter no alias is made: nothing to pause for.
+// A handle of a leaf that stays in any case. A parameter needs no alias, so nothing is paused.
 py::object pack_leaf(PyObject* tensor) {
   std::optional<Pause> pause;
   const bool is_parameter = reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == names().parameter_type;
@@ -58,7 +58,7 @@ PyObject* pack(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
       decide(tape, value, tensor);
     }
     py::object handle = new_handle(arguments[0], window_of(tensor, found.ptr(), &geometry).ptr());
-    if (value->is_parameter != 0) {  // it stays: to hold this view of it, as plain autograd does, holds nothing more
+    if (value->is_parameter != 0) {  // it stays: this view of it holds nothing more, as in plain autograd
       assign(reinterpret_cast<HandleObject*>(handle.ptr())->alias, tensor);
     }
     reinterpret_cast<HandleObject*>(handle.ptr())->original = SavedIdentity::of(tensor).release();

@@ -10,7 +10,7 @@ namespace {
 
 thread_local int depth = 0;
 
-// The same for Python, as a context.
+// The same for Python, as a context manager.
 struct PausedObject {
   PyObject_HEAD Pause* pause;
 };

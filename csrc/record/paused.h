@@ -1,11 +1,11 @@
-// Work on tensors while every recorder of the thread stands aside (Rule 9 of NOTE [ Replay ]).
+// Work on tensors while every recorder of the thread is paused (NOTE [ Replay ], Rule 7).
 #pragma once
 
 #include "core/python.h"
 
 namespace actckpt::replay {
 
-// While it lives no recorder of this thread records, no graph is built, no tangents are computed, and dispatch modes
+// During its lifetime no recorder of this thread records, grad mode and forward-mode AD are off, and dispatch modes
 // that may change results are off the stack.
 class Pause {
  public:
@@ -15,12 +15,12 @@ class Pause {
   ~Pause() noexcept;
 
  private:
-  bool grad_;         // whether grad mode was on
-  bool tangents_;     // whether tangents were computed
-  py::object modes_;  // what puts back those taken off, null: there were none
+  bool grad_;         // grad mode before
+  bool tangents_;     // forward-mode AD before
+  py::object modes_;  // restores the removed modes, null: there were none
 };
 
-// Whether recorders stand aside in this thread.
+// Whether recorders of this thread are paused.
 bool is_paused() noexcept;
 
 void add_paused(py::module_& module);

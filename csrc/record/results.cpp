@@ -15,7 +15,7 @@
 namespace actckpt::replay {
 namespace {
 
-// What stands for a dtype, the same in every process.
+// A hash of a dtype, the same in every process.
 std::uint64_t dtype_id(PyObject* dtype) {
   static auto* found = new std::unordered_map<PyObject*, std::uint64_t>();
   const auto at = found->find(dtype);
@@ -23,7 +23,7 @@ std::uint64_t dtype_id(PyObject* dtype) {
   return found->emplace(Py_NewRef(dtype), id_of(std::string(py::str(py::handle(dtype))))).first->second;
 }
 
-// Advances the structure by a new tensor and names the place of its value.
+// Advances the structure by a new tensor, and sets the place of its value.
 void advance(TapeObject* tape, ValueObject* value, PyObject* op, const Geometry& geometry) {
   std::uint64_t hash = mixed(static_cast<std::uint64_t>(tape->structure), is_none(op) ? 0 : facts_of(op).id);
   hash = mixed(hash, static_cast<std::uint64_t>(geometry.num_dims()));
@@ -32,14 +32,14 @@ void advance(TapeObject* tape, ValueObject* value, PyObject* op, const Geometry&
   tape->structure = value->key = static_cast<long long>(hash);
 }
 
-// Whether a new value may be replayed as far as its place is concerned; most places were seen before.
+// Whether the place of a new value may forbid replay; most places were seen before.
 bool needs_a_closer_look(TapeObject* tape, long long key) {
   const auto number = py::reinterpret_steal<py::object>(PyLong_FromLongLong(key));
   return PyDict_GetItem(tape->modules, number.ptr()) == nullptr || PySet_GET_SIZE(tape->opaque_places) > 0 ||
          PyTuple_GET_SIZE(tape->opaque_names) > 0;
 }
 
-// Notes the place of a value that the operator that runs has made.
+// Sets the place of a value that the current operator made.
 void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, long index) {
   const RunningCall& made_in = running(tape->calls);
   assign(value->module, made_in.module);
@@ -48,7 +48,7 @@ void note_place(TapeObject* tape, ValueObject* value, PyObject* op, long kind, l
   value->result = kind == 0 ? index : facts_of(op).num_returned + index;
 }
 
-// Notes how a new value comes about and what the policy wants with it.
+// Records how a new value is made and what the policy says about it.
 void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject* op, long kind, long index,
                PyObject* tensor, Geometry* geometry, PyObject* action, PyObject* why_opaque) {
   assign(value->operator_, op);
@@ -80,7 +80,7 @@ void add_value(TapeObject* tape, ValueObject* value, StepObject* step, PyObject*
   add_output(step, value, kind, index);
 }
 
-// Notes a tensor that a call returned; an alias of what is known already is nothing new (Rule 2 of NOTE [ Replay ]).
+// Records a result of a call; an alias of a known value is nothing new (NOTE [ Replay ], Rule 2).
 void add_result(TapeObject* tape, StepObject* step, PyObject* op, PyObject* tensor, long index, PyObject* action,
                 PyObject* why_opaque) {
   Geometry geometry(tensor);

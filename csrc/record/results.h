@@ -1,12 +1,12 @@
-// Results of a recorded call: the new values among them, how they come about and what the policy wants with them.
+// Results of a recorded call: the new values among them, how they are made and what the policy says about them.
 #pragma once
 
 #include "graph/objects.h"
 
 namespace actckpt::replay {
 
-// Adds what a call returned, tensors or sequences of them, to the tape. `step`: what makes them, null where that must
-// not run again. `action`: for all of them, None where each has its own. `index`: how many results came before.
+// Adds the results of a call, tensors or sequences of them, to the tape. `step`: what makes them, null if it must not
+// be replayed. `action`: for all of them, None if each has its own. `index`: the number of results before these.
 void add_results(TapeObject* tape, StepObject* step, PyObject* op, PyObject* result, PyObject* action,
                  PyObject* why_opaque, long& index);
 

@@ -11,7 +11,7 @@ py::object as_object(PyFrameObject* frame) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(frame));
 }
 
-// The name of the module whose code a frame runs; borrowed, null where it has none.
+// The name of the module whose code a frame runs; borrowed, null if it has none.
 PyObject* module_of(const py::object& frame) {
 #if PY_VERSION_HEX >= 0x030b0000
   const auto globals =
@@ -27,7 +27,7 @@ bool begins_with(PyObject* name, PyObject* prefix) {
   return PyUnicode_Tailmatch(name, prefix, 0, PY_SSIZE_T_MAX, -1) == 1;
 }
 
-// Whether a frame may stand between an operator and the code that calls it: of torch itself, or of a dispatch mode.
+// Whether a frame may lie between an operator and its caller: torch's own frames, and those of dispatch modes.
 bool passes_on(const py::object& frame, PyObject* module) {
   if (begins_with(module, names().torch_prefix)) return true;
   const auto code = py::reinterpret_steal<py::object>(
@@ -35,8 +35,8 @@ bool passes_on(const py::object& frame, PyObject* module) {
   return PyUnicode_Compare(attribute(code.ptr(), names().code_name).ptr(), names().dispatch_name) == 0;
 }
 
-// Whether autograd may be saving for compiled code, which is an autograd.Function: the innermost Python frame is then
-// `Function.apply`, or, where that is no Python function, the compiler's that calls it.
+// Whether autograd may be saving for compiled code, which is an autograd.Function. The innermost Python frame is then
+// `Function.apply` or, if that is no Python function, the compiler's frame that calls it.
 bool may_save_for_compiled_code() {
   PyFrameObject* frame = PyEval_GetFrame();
   if (frame == nullptr) return false;
@@ -49,7 +49,7 @@ bool may_save_for_compiled_code() {
 }  // namespace
 
 bool is_in_compiled_code() {
-  // The compiler's runtime turns grad mode off, so that most operators need no look at their frame.
+  // The compiler's runtime turns grad mode off, so most operators need no frame inspection.
   if (is_grad_enabled()) return false;
   py::object frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
   while (frame) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kNone = -1;
 
-// The step that makes each value, `kNone` where it is available.
+// The step that makes each value, `kNone` if it is available.
 std::vector<int> makers_of(const OrderGraph& graph) {
   std::vector<int> makers(graph.nbytes.size(), kNone);
   for (std::size_t step = 0; step < graph.makes.size(); ++step) {
@@ -38,7 +38,7 @@ class DepthFirst {
   }
 
  private:
-  // Finds the steps that lead to the target, and for each of them those that it reads from.
+  // Finds the steps that the target depends on, and the steps that each of them reads from.
   void find_needed() {
     std::vector<int> pending = {makers_[graph_.target]};
     while (!pending.empty()) {
@@ -54,7 +54,7 @@ class DepthFirst {
     }
   }
 
-  // Brings what each step reads from into the best order. What a step reads was made by earlier steps.
+  // Sorts what each step reads from into the best order; those are earlier steps.
   void sort_children(const std::vector<int>& forward) {
     std::vector<long long> result(graph_.reads.size()), peak(graph_.reads.size());
     for (const int step : forward) {
@@ -91,7 +91,7 @@ class DepthFirst {
     return order;
   }
 
-  // The most bytes that an order holds at once: values made, until their last use.
+  // Peak bytes of an order: each value is held from its creation to its last use.
   long long peak_bytes(const std::vector<int>& order) const {
     std::vector<int> last_use(graph_.nbytes.size(), kNone);
     for (std::size_t at = 0; at < order.size(); ++at) {

@@ -22,13 +22,13 @@
 namespace actckpt::replay {
 namespace {
 
-// Operators executed again since the process began.
+// Operators replayed since the process started.
 long long num_replayed = 0;
 
 long long nbytes_behind(PyObject* tensor) { return reads().nbytes.number(reads().untyped_storage(tensor).ptr()); }
 
-// Skips autograd for its lifetime, whatever the grad mode, with recorders and tangents out of the way. In C++, since
-// what a signal handler cuts short between two lines of Python would hold for the rest of the thread (Rule 9).
+// Disables autograd, recorders and forward-mode AD for its lifetime, whatever the grad mode. In C++, since a signal
+// handler that interrupts Python between two lines would leave them disabled in the thread (NOTE [ Replay ], Rule 7).
 class BelowAutograd {
  public:
   BelowAutograd() : guard_(call(names().below_autograd)) { call_method(guard_.ptr(), names().enter); }
@@ -46,7 +46,7 @@ class BelowAutograd {
   py::object guard_;
 };
 
-// Whether a step is to be called as it is, in the settings of now.
+// Whether a step can be called directly, under the current settings.
 bool is_plain(const StepObject* step) {
   return is_none(step->random) && call(names().any_autocast_enabled).ptr() == Py_False &&
          PyLong_AsLong(call(names().num_function_modes).ptr()) == 0 && are_numerics(step->numerics);
@@ -71,11 +71,11 @@ class Bases {
     bases_.emplace_back(value, std::move(base));
   }
 
-  // From here on, gives the tensors on the storages themselves where they are like the windows: to operators of torch's
-  // own that do nothing but read them.
+  // From here on, passes the tensors on the storages themselves where they equal the windows. Only for torch's own
+  // operators that do nothing but read them.
   void give_themselves() { gives_themselves_ = true; }
 
-  // A recorded argument with tensors in the place of windows.
+  // A recorded argument with its windows replaced by tensors.
   py::object with_tensors(PyObject* argument) const {
     if (Py_TYPE(argument) == window_type) {
       const auto* window = reinterpret_cast<WindowObject*>(argument);
@@ -109,7 +109,7 @@ class Bases {
   }
 
  private:
-  // A replay gets no tensor that requires grad.
+  // Replayed operators must not get a tensor that requires grad.
   static bool may_be_given(PyObject* base) {
     return reinterpret_cast<PyObject*>(Py_TYPE(base)) == names().tensor_type && !reads().requires_grad.is_true(base);
   }
@@ -118,7 +118,7 @@ class Bases {
   bool gives_themselves_ = false;
 };
 
-// The results of an operator, in the order in which they were numbered in forward.
+// The results of an operator, in the order of their numbers in forward.
 void flatten(PyObject* result, std::vector<PyObject*>* flat) {
   if (PyList_Check(result) || PyTuple_Check(result)) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); ++i) {
@@ -129,7 +129,7 @@ void flatten(PyObject* result, std::vector<PyObject*>* flat) {
   }
 }
 
-// One replay: steps in order, and what they made that is needed still.
+// One replay: executes steps in order, and holds the results that are still needed.
 class Run {
  public:
   Run(TapeObject* tape, ValueObject* target, long long task, Plan plan)
@@ -155,11 +155,11 @@ class Run {
   struct Made {
     py::object value;
     py::object tensor;  // null: not made yet, or not needed any more
-    int num_uses = 0;   // by steps that were not executed yet
+    int num_uses = 0;   // by steps that have not run yet
     bool is_retained = false;
   };
 
-  // Each once.
+  // Without repeats.
   static std::vector<PyObject*> inputs_of(const StepObject* step) {
     std::vector<PyObject*> inputs;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(step->inputs); ++i) {
@@ -207,11 +207,11 @@ class Run {
     const Made* made = find(input);
     if (made != nullptr && made->tensor) return made->tensor;
     auto* value = reinterpret_cast<ValueObject*>(input);
-    if (is_none(value->held)) below_.reset();  // who brings it back may run code of the user
+    if (is_none(value->held)) below_.reset();  // loading it may run user code
     return bytes_of(tape_, value, nullptr, 0, nullptr);
   }
 
-  // Memory with the bytes of a value that a step may write to (Rule 1).
+  // Memory with the bytes of a value that a step may write to (NOTE [ Replay ], Rule 1).
   py::object private_copy(PyObject* value, PyObject* base) {
     Made* made = find(value);
     const bool is_alone = made != nullptr && made->tensor && !made->is_retained && value != as_object(target_);
@@ -219,7 +219,7 @@ class Run {
     return call_with(names().private_memory, value, base == nullptr ? Py_None : base);
   }
 
-  // Calls the operator of a step in the grad mode of its forward; no argument requires grad.
+  // Calls a step's operator in the grad mode of its forward; no argument requires grad.
   py::object called(StepObject* step, const Bases& bases) {
     const py::tuple args = bases.args_of(step);
     const py::object kwargs = bases.kwargs_of(step);
@@ -265,7 +265,7 @@ class Run {
   std::optional<BelowAutograd> below_;
 };
 
-// A tensor on the storage of `target`, made by executing the steps that lead to it.
+// A tensor on the storage of `target`, made by executing the steps that it depends on.
 py::object replay(TapeObject* tape, ValueObject* target, long long clock) {
   if (is_none(target->step)) raise(call_with(names().lost_error, as_object(target)));
   const long long task = current_task();
@@ -273,7 +273,7 @@ py::object replay(TapeObject* tape, ValueObject* target, long long clock) {
   return Run(tape, target, task, plan_of(tape, target, task, clock)).result();
 }
 
-// What a region holds, unless it changed after the region closed or was freed.
+// The bytes that a region holds; throws if they changed after the region closed, or were freed.
 py::object held_bytes(const TapeObject* tape, ValueObject* value) {
   py::object held = py::reinterpret_borrow<py::object>(value->held);
   if (tape->is_open == 0 && version_of(held.ptr()) != value->version) {
@@ -284,13 +284,13 @@ py::object held_bytes(const TapeObject* tape, ValueObject* value) {
   return held;
 }
 
-// Whether other tensors tell of changes of what is stored.
+// Whether other tensors count changes of stored bytes.
 bool is_watched_by_others(PyObject* stored) {
   return !is_none(stored) && reinterpret_cast<PyObject*>(Py_TYPE(stored)) == names().watched_type;
 }
 
-// What was brought back without room for it goes when another one is brought back: several saved tensors of one
-// operator, such as query, key and value of attention, lie in one storage, and are unpacked one after the other.
+// An entry loaded beyond the limit is evicted at the next load. Not at once: several saved tensors of one operator,
+// such as query, key and value of attention, share a storage and are unpacked one after the other.
 void dismiss_over_budget_entry(TapeObject* tape, const ValueObject* value) {
   if (tape->cached == nullptr || tape->cached->over_budget_entry == nullptr ||
       tape->cached->over_budget_entry == value || has_room(tape))
@@ -308,7 +308,7 @@ py::object stored_bytes(TapeObject* tape, ValueObject* value, PyObject* window) 
   count_needs(tape, task);
   if (is_none(tape->outer) && task != -1 && is_asked(value, task)) {
     const bool is_over_budget = !has_room(tape);
-    cache(reinterpret_cast<PyObject*>(tape), value, tensor.ptr(), task);  // so that it is brought back once
+    cache(reinterpret_cast<PyObject*>(tape), value, tensor.ptr(), task);  // so that it is loaded once
     if (is_over_budget && !is_none(value->cached)) value->cached_in->over_budget_entry = value;
   }
   return tensor;
@@ -324,7 +324,7 @@ long long current_task() { return PyLong_AsLongLong(call(names().graph_task_id).
 
 py::object bytes_of(TapeObject* tape, ValueObject* value, PyObject* window, long long clock, bool* is_fresh) {
   if (!is_none(value->held)) return held_bytes(tape, value);
-  if (!is_none(value->cached)) {  // held while it is looked at: another backward may release it
+  if (!is_none(value->cached)) {  // hold it during the check: another backward may release it
     py::object cached = py::reinterpret_borrow<py::object>(value->cached);
     if (version_of(cached.ptr()) == value->cached_version) {
       if (is_watched_by_others(value->stored)) {
@@ -336,7 +336,7 @@ py::object bytes_of(TapeObject* tape, ValueObject* value, PyObject* window, long
     if (is_none(value->step) || value->is_repeated != 0) {
       raise(call_with(names().changed_after_error, cached.ptr(), number(value->cached_version).ptr()));
     }
-    uncache(value);  // backward changed what it had unpacked
+    uncache(value);  // backward changed a tensor that it had unpacked
   }
   if (!is_none(value->stored)) return stored_bytes(tape, value, window);
   py::object made = replay(tape, value, clock);

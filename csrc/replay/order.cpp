@@ -18,7 +18,7 @@ namespace {
 
 using Values = std::vector<py::object>;
 
-// The steps between the values that are available and `target`, in the order of the forward.
+// The steps between the available values and `target`, in forward order.
 std::vector<py::object> steps_of(ValueObject* target) {
   std::vector<std::pair<long long, py::object>> found;
   std::unordered_set<PyObject*> seen;
@@ -37,7 +37,7 @@ std::vector<py::object> steps_of(ValueObject* target) {
   return steps;
 }
 
-// What a step made and is alive.
+// The live results of a step.
 Values outputs_of(const StepObject* step) {
   Values made;
   for (Py_ssize_t i = 0; step->outputs != nullptr && i < PyList_GET_SIZE(step->outputs); ++i) {
@@ -56,7 +56,7 @@ bool reads_one_of(const StepObject* step, const Values& values) {
   });
 }
 
-// Whether each step reads what the one before it made: then no other order is possible.
+// Whether each step reads a result of the previous one: then no other order is possible.
 bool is_line(const std::vector<py::object>& steps, const std::vector<Values>& made) {
   for (std::size_t i = 1; i < steps.size(); ++i) {
     if (!reads_one_of(as_step(steps[i]), made[i - 1])) return false;
@@ -68,9 +68,9 @@ bool is_reading(const ValueObject* value, long long task) {
   return value->counted_task == task && value->is_reading != 0;
 }
 
-// What backward asks for too of what the steps make, or others than these steps read.
+// Results of the steps that backward needs too, or that other steps read.
 Values asked_again(const std::vector<py::object>& steps, const std::vector<Values>& made, long long task) {
-  if (task == -1) return {};  // no backward: nothing is asked for again
+  if (task == -1) return {};  // no backward: nothing is needed again
   std::unordered_map<PyObject*, long long> reads_here;
   for (std::size_t i = 0; i < steps.size(); ++i) {
     PyObject* inputs = as_step(steps[i])->inputs;
@@ -91,7 +91,7 @@ Values asked_again(const std::vector<py::object>& steps, const std::vector<Value
   return again;
 }
 
-// Whether all that is asked for again may stay: else a window bounds it (NOTE [ Windows ]).
+// Whether everything that is needed again may stay; otherwise a window limits it (NOTE [ Windows ]).
 bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Values& again) {
   if (tape->has_windows == 0) return true;
   long long nbytes = 0, num_values = 0;
@@ -106,7 +106,7 @@ bool all_may_stay(const TapeObject* tape, const ValueObject* target, const Value
   return nbytes <= PyLong_AsLongLong(names().small_window_bytes) || num_values < kFewValues;
 }
 
-// The steps as a graph, and the values by their numbers in it: first what `made` holds.
+// The steps as a graph. Values are numbered; the first numbers are those in `made`.
 struct Numbered {
   OrderGraph graph;
   std::vector<PyObject*> values;
@@ -173,7 +173,7 @@ py::tuple fields_of(const Numbered& found, const std::vector<py::object>& steps,
                         retained, again, until);
 }
 
-// The order of NOTE [ Order ], or that of `configure(replay_order=...)`, and what stays of what it makes.
+// The built-in order, or that of `configure(replay_order=...)`, and which results stay.
 void choose(Plan* plan, TapeObject* tape, const std::vector<Values>& made, ValueObject* target, long long task,
             long long clock) {
   const bool all_stay = all_may_stay(tape, target, plan->retained);

@@ -12,20 +12,20 @@
 namespace actckpt::replay {
 namespace {
 
-// Lets collectives of a tape run for its lifetime.
-class Turn {
+// Allows collectives of a tape to run for its lifetime.
+class RepeatScope {
  public:
-  explicit Turn(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  ~Turn() noexcept { tape_->is_repeating = 0; }
+  explicit RepeatScope(TapeObject* tape) noexcept : tape_(tape) { tape_->is_repeating = 1; }
+  RepeatScope(const RepeatScope&) = delete;
+  RepeatScope& operator=(const RepeatScope&) = delete;
+  ~RepeatScope() noexcept { tape_->is_repeating = 0; }
 
  private:
   TapeObject* tape_;
 };
 
-// Collectives that lead to `value` and whose results are not there, in the order of the forward. What is cached does
-// not count: it may be released. Within a backward each value is looked at once.
+// Collectives that `value` depends on and whose results are missing, in forward order. Cached results of other
+// operators count as missing, since they may be released. Each value is visited once per backward.
 std::vector<py::object> missing_collectives(ValueObject* value, long long task) {
   std::vector<std::pair<long long, py::object>> found;
   std::unordered_set<const ValueObject*> seen;
@@ -56,7 +56,7 @@ void repeat_collectives(TapeObject* tape, ValueObject* value) {
   const std::vector<py::object> missing = missing_collectives(value, task);
   if (missing.empty()) return;
   if (task == -1) raise(call_with(names().order_error, missing[0].ptr()));
-  const Turn turn(tape);
+  const RepeatScope scope(tape);
   for (const py::object& each : missing) {
     auto* made = as_value(each);
     bytes_of(tape, made, nullptr, made->ordinal, nullptr);

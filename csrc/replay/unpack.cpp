@@ -20,9 +20,9 @@
 namespace actckpt::replay {
 namespace {
 
-// What is found of a saved tensor: one of the two.
+// What a saved tensor is restored from: one of the two tensors.
 struct Found {
-  py::object tensor;      // as the hooks around the region gave it
+  py::object tensor;      // as the hooks around the region returned it
   py::object base;        // on its storage
   bool is_fresh = false;  // nobody else has `base`
 };
@@ -33,8 +33,8 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
     found.base = bytes_of(tape, value, handle->window, handle->clock, nullptr);
     return found;
   }
-  // Also where nothing is replayed: what hooks outside hold may come back through a rerun, which swaps. Before the
-  // lock: see Rule 5 of NOTE [ Random state ].
+  // Also if nothing is replayed: outer hooks may rerun, which swaps states. Taken before the tape's lock: Rule 3 of
+  // NOTE [ Random state ].
   std::optional<Swap> swap;
   if (tape->swap >= 0) swap.emplace(tape->swap);
   const Locked locked(tape->lock);
@@ -50,10 +50,10 @@ Found found_of(TapeObject* tape, HandleObject* handle, ValueObject* value) {
   return found;
 }
 
-// Whether aliases can be made as things stand.
+// Whether neither grad mode nor a dispatch mode affects aliases made now.
 bool is_neutral() { return !is_grad_enabled() && PyLong_AsLong(call(names().num_dispatch_modes).ptr()) == 0; }
 
-// Whether both are on one storage. Before a region overwrites a parameter, its bytes are copied elsewhere (Rule 1).
+// Whether both share a storage. Before a region overwrites a parameter, the bytes are copied (NOTE [ Replay ], Rule 1).
 bool is_on_storage_of(PyObject* one, PyObject* other) {
   return reads().untyped_storage(one).ptr() == reads().untyped_storage(other).ptr();
 }
@@ -69,7 +69,7 @@ py::object fresh(const HandleObject* handle, const Found& found) {
   return on(found.base.ptr(), reinterpret_cast<WindowObject*>(handle->window), found.is_fresh);
 }
 
-// Remembers the backward that unpacks a handle; forgets it where unpacking fails.
+// Records the backward that unpacks a handle; undone if unpacking fails.
 class Unpacking {
  public:
   explicit Unpacking(HandleObject* handle) : handle_(handle), previous_(std::exchange(handle->task, current_task())) {}
@@ -86,7 +86,7 @@ class Unpacking {
   bool is_done_ = false;
 };
 
-// The very object that was saved, where it can be had, else `alias` with its attributes.
+// The saved tensor object itself if it is available, else `alias` with its attributes.
 py::object as_saved(const HandleObject* handle, py::object alias) {
   return handle->original != nullptr ? handle->original->resolved(std::move(alias)) : alias;
 }
@@ -104,7 +104,7 @@ py::object unpacked(HandleObject* handle) {
   if (!is_none(handle->audit) && is_none(value->held)) {
     tensor = call_with(names().audited, reinterpret_cast<PyObject*>(handle), tensor.ptr());
   }
-  if (tape->is_open != 0) note_unpacked(tape, tensor.ptr(), value_held.ptr());  // Rule 9
+  if (tape->is_open != 0) note_unpacked(tape, tensor.ptr(), value_held.ptr());  // NOTE [ Replay ], Rule 7
   return as_saved(handle, std::move(tensor));
 }
 

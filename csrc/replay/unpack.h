@@ -1,4 +1,4 @@
-// The unpack hook: the way back of saved tensors.
+// The unpack hook: restores saved tensors.
 #pragma once
 
 #include "graph/objects.h"

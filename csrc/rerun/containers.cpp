@@ -26,7 +26,7 @@ py::object slots_dict(const py::object& object) {
   return std::move(values);
 }
 
-// The dict itself of kinds that are one.
+// The dict itself, for kinds that are dicts.
 py::object dict_of(const Container& container) {
   return container.kind == Kind::kAttributes ? owned(PyObject_GenericGetDict(container.object.ptr(), nullptr))
                                              : container.object;
@@ -38,7 +38,7 @@ PyObject* value_at(const py::object& dict, PyObject* key) {
   return value;
 }
 
-// Of a namespace, what stands at the names that `names` has.
+// The entries of a namespace whose names are in `names`.
 py::object named(const py::object& variables, const py::object& names) {
   py::dict values;
   PyObject *name, *unused;
@@ -69,14 +69,14 @@ bool same_dicts(PyObject* one, PyObject* other) {
   return true;
 }
 
-// A method of the built-in type, whatever a subclass makes of it.
+// Calls a method of the built-in type, even if a subclass overrides it.
 py::object call_base(PyObject* type, const char* method, const py::object& object) {
   return owned(PyObject_CallMethod(type, method, "O", object.ptr()));
 }
 
 void put_dict(const py::object& dict, const py::object& contents) {
   if (same_dicts(dict.ptr(), contents.ptr())) return;
-  const py::object released = owned(PyDict_Copy(dict.ptr()));  // freed once the dict is whole
+  const py::object released = owned(PyDict_Copy(dict.ptr()));  // freed once the dict is consistent
   PyDict_Clear(dict.ptr());
   PyObject *key, *value;
   Py_ssize_t position = 0;
@@ -180,7 +180,7 @@ bool holds(const Container& container, const py::object& contents) {
 }
 
 void put(const Container& container, const py::object& contents) {
-  const py::object released = contents_of(container);  // freed once the container is whole
+  const py::object released = contents_of(container);  // freed once the container is consistent
   switch (container.kind) {
     case Kind::kList:
       return done(PyList_SetSlice(container.object.ptr(), 0, PY_SSIZE_T_MAX, contents.ptr()));

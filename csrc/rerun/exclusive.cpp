@@ -23,8 +23,8 @@ void visit_items(PyObject* container, py::set& found) {
   }
 }
 
-// One reference: that of the container it was found in. Objects that are no containers are noted too;
-// Python asks for dataclasses only.
+// With one reference, only the container in which it was found refers to it. Objects that are no containers are noted
+// too; Python uses the result for dataclasses only.
 void visit(PyObject* value, py::set& found) {
   if (Py_REFCNT(value) != 1) return;
   found.add(py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(value)));

@@ -1,4 +1,4 @@
-// Containers that nothing but a call's arguments refers to, and which may therefore be built again.
+// Containers that only the arguments of a call refer to; a rerun may get a rebuilt one.
 #pragma once
 
 #include <pybind11/pybind11.h>

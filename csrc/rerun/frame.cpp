@@ -21,12 +21,12 @@ PyTypeObject* slot_type = nullptr;
 
 namespace {
 
-// Room for so many saved tensors is taken at once.
+// Capacity reserved for saved tensors at once.
 constexpr std::size_t kFewSaved = 8;
 
 FrameObject* frame_of(PyObject* self) { return reinterpret_cast<FrameObject*>(self); }
 
-// Frames that hold values of reruns; borrowed.
+// Frames that hold rerun values; borrowed.
 std::unordered_set<FrameObject*>& frames_with_values() {
   static auto* frames = new std::unordered_set<FrameObject*>();
   return *frames;
@@ -49,8 +49,8 @@ void slot_dealloc(PyObject* self) {
   Py_DECREF(type);
   frame->saved[index].slot = nullptr;
   frame->num_live -= 1;
-  // Nobody can ask for this value any more: free it now, not with the graph task. Freeing a tensor
-  // can run Python, so nothing of the frame is touched after an object was released.
+  // Nobody can unpack this value any more: free it now, not with the graph task. Freeing a tensor can run Python, so do
+  // not touch the frame after an object was released.
   std::vector<py::object> released;
   for (auto& values : frame->values) {
     if (index >= values->slots.size()) continue;
@@ -93,8 +93,8 @@ void frame_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Who wants to know what forwards save, in this thread; null: nobody.
-thread_local PyObject* told = nullptr;
+// This thread's observer of the tensors that forwards save; null: none.
+thread_local PyObject* observer = nullptr;
 
 PyObject* frame_pack(PyObject* self, PyObject* tensor) {
   return guarded([&]() -> PyObject* {
@@ -111,8 +111,8 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       if (reference == nullptr) throw py::error_already_set();
       saved.external_tensor = py::reinterpret_steal<py::object>(reference);
     }
-    if (told != nullptr) {
-      const auto function = py::reinterpret_borrow<py::object>(told);
+    if (observer != nullptr) {
+      const auto function = py::reinterpret_borrow<py::object>(observer);
       owned(PyObject_CallOneArg(function.ptr(), tensor));
     }
     SlotObject* slot = new_slot(frame, frame->saved.size());
@@ -215,7 +215,7 @@ void FrameObject::drop(PyObject* key) noexcept {
   const auto found =
       std::find_if(values.begin(), values.end(), [&](const auto& entry) { return same_key(entry->key.ptr(), key); });
   if (found == values.end()) return;
-  const std::unique_ptr<Values> dropped = std::move(*found);  // freed after the vector is whole
+  const std::unique_ptr<Values> dropped = std::move(*found);  // freed once the vector is consistent
   values.erase(found);
   if (values.empty()) frames_with_values().erase(this);
 }
@@ -234,7 +234,7 @@ py::object new_frame(RecomputeContext recipe, bool check_metadata) {
 
 namespace {
 
-// The tensor of a weak reference, null if it is gone.
+// The tensor of a weak reference, null if it is dead.
 py::object alive(const py::object& reference) {
   py::object tensor = call(reference.ptr());
   return tensor.is_none() ? py::object() : tensor;
@@ -276,7 +276,7 @@ py::object pack_of(const py::object& frame) { return owned(PyCFunction_New(&fram
 
 namespace {
 
-// Takes the tensors that nobody has asked for yet out of `values`, into `gone`.
+// Moves the tensors that nobody has unpacked yet from `values` to `gone`.
 void release(Values* values, std::vector<py::object>* gone) {
   values->is_released = true;
   for (Refilled& value : values->slots) {
@@ -286,15 +286,15 @@ void release(Values* values, std::vector<py::object>* gone) {
   }
 }
 
-// What the last operator of a rerun saved may never have been filled: the next rerun runs that operator too.
+// The last operator of a rerun may not have filled what it saved: the next rerun runs that operator too.
 void rerun_to_the_end(FrameObject* frame, Values* values) {
   frame->recipe.early_stop = false;
   std::vector<py::object> gone;  // freed last: that can run Python
   release(values, &gone);
 }
 
-// Whether `index` can be taken of `values`. Taken before: it is read a second time in one backward, and the next rerun
-// keeps what it brings back.
+// Whether `index` can be taken from `values`. If it was taken before, it is read a second time in one backward; the
+// next rerun then keeps its values.
 bool holds(const Values* values, std::size_t index) {
   return values != nullptr && index < values->slots.size() && values->slots[index].state == Refilled::State::kHeld;
 }
@@ -358,7 +358,7 @@ namespace {
 PyObject* release_rerun_values(PyObject*, PyObject* argument) {
   return guarded([&]() -> PyObject* {
     Released released(argument);
-    // Held: freeing what one holds may free another.
+    // Strong references: freeing the values of one frame may free another.
     std::vector<py::object> frames;
     for (FrameObject* frame : frames_with_values()) {
       frames.push_back(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
@@ -373,9 +373,9 @@ PyObject* release_rerun_values(PyObject*, PyObject* argument) {
   });
 }
 
-// set_saved_tensor_observer(function or None) -> the one before
+// set_saved_tensor_observer(function or None) -> the previous one
 PyObject* set_saved_tensor_observer(PyObject*, PyObject* function) {
-  PyObject* before = std::exchange(told, function == Py_None ? nullptr : Py_NewRef(function));
+  PyObject* before = std::exchange(observer, function == Py_None ? nullptr : Py_NewRef(function));
   return before == nullptr ? Py_NewRef(Py_None) : before;
 }
 

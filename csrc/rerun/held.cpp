@@ -12,15 +12,15 @@ namespace actckpt {
 namespace {
 
 struct HeldObject {
-  PyObject_HEAD py::object held;  // tensor, or what the hooks outside packed it into
-  py::object unpack;              // null: no hooks outside
-  py::object storage;             // of the tensor; null where another one may take its place, or there is none
+  PyObject_HEAD py::object held;  // a tensor, or the object that outer hooks packed it into
+  py::object unpack;              // null: no outer hooks
+  py::object storage;             // of the tensor; null if it may be exchanged, or if there is none
   long long version;
   long long implementation;
   bool is_tensor;
   bool is_copy;  // of an inference tensor: each rerun gets its own
   bool requires_grad;
-  bool is_of_parameter;  // itself, or what it is a view of
+  bool is_of_parameter;  // a parameter, or a view of one
 };
 
 template <typename Visit>
@@ -35,7 +35,7 @@ HeldObject* held_of(PyObject* self) { return reinterpret_cast<HeldObject*>(self)
 bool is_tensor(PyObject* object) { return is_of_type(object, names().tensor_type); }
 
 py::object hold(PyObject* tensor, PyObject* pack, PyObject* unpack) {
-  HeldObject* self = held_of(held_type->tp_alloc(held_type, 0));  // zeroed: the collector may look at it
+  HeldObject* self = held_of(held_type->tp_alloc(held_type, 0));  // zeroed: the collector may visit it
   if (self == nullptr) throw py::error_already_set();
   new (&self->held) py::object();
   new (&self->unpack) py::object();
@@ -85,7 +85,7 @@ bool is_plain(PyObject* value) {
          PyUnicode_CheckExact(value);
 }
 
-// Index of an earlier, identical entry, or `end`: one tensor is held, and given back, once.
+// Index of an earlier, identical entry, or `end`: each tensor is held and restored once.
 Py_ssize_t first_same(PyObject* tuple, Py_ssize_t end) {
   Py_ssize_t i = 0;
   while (i < end && PyTuple_GET_ITEM(tuple, i) != PyTuple_GET_ITEM(tuple, end)) ++i;
@@ -149,7 +149,7 @@ PyObject* without_graph_function(PyObject*, PyObject* tensor) {
 py::object leaf_of(const py::object& tensor, bool requires_grad, bool is_of_parameter) {
   const py::object leaf = call_method(tensor.ptr(), names().detach);
   if (requires_grad) call_method(leaf.ptr(), names().requires_grad_);
-  // Regions inside must take it for a parameter where they did so in the forward, and only there.
+  // Nested regions must treat it as a parameter exactly if they did so in the forward.
   if (is_of_parameter) leaf.attr(kParameterMark) = py::bool_(true);
   return leaf;
 }

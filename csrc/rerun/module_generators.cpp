@@ -7,23 +7,23 @@
 namespace actckpt {
 namespace {
 
-// Of what stands in a list, tuple or dict that is an attribute, so many are looked at.
+// Maximum number of elements examined in a list, tuple or dict attribute.
 constexpr Py_ssize_t kMostLookedAt = 64;
 
 bool is_generator(PyObject* value) {
   PyTypeObject* type = Py_TYPE(value);
   if (reinterpret_cast<PyObject*>(type) == names().generator_type) return true;
-  // Types that no class statement made are no subclasses of torch's, which takes time to ask.
+  // Types not made by a class statement are no subclasses of torch's; checking that takes time.
   return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_of_type(value, names().generator_type);
 }
 
-// Whether a key is of the attributes that each module has, and that are no generators.
+// Whether a key is one of the attributes that every module has, which are no generators.
 bool is_of_every_module(PyObject* key) noexcept {
   return key == names().parameters || key == names().modules || key == names().buffers ||
          key == names().is_full_backward_hook;
 }
 
-// Whether a module is in training; null where it does not say.
+// Whether a module is in training; null if it has no mode.
 PyObject* mode_of(const py::object& attributes) {
   PyObject* found = PyDict_GetItemWithError(attributes.ptr(), names().training);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -90,7 +90,7 @@ const ModuleGenerators::Place* ModuleGenerators::find(const py::object& attribut
 }
 
 const ModuleGenerators::Noted* ModuleGenerators::noted(const py::object& attributes) const {
-  // They are looked at in the order in which they were noted: it is most often the last one found, or the next one.
+  // Searched in the order of recording: it is most often the last one found, or the next one.
   for (std::size_t i = 0; i < noted_.size(); ++i) {
     const std::size_t place = (last_found_ + i) % noted_.size();
     if (!noted_[place].attributes.is(attributes)) continue;
@@ -109,7 +109,7 @@ void ModuleGenerators::add_mode(const py::object& attributes, py::object* displa
   add_place(displaced, py::make_tuple(attributes, key, known->mode));
 }
 
-// Whether an attribute came after a module was noted: later ones stand behind those that there were.
+// Whether an attribute was added after a module was recorded: new ones are appended.
 bool ModuleGenerators::is_new(const py::object& attributes, Py_ssize_t number) const {
   const Noted* known = noted(attributes);
   return known != nullptr && number >= known->size;

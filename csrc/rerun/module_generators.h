@@ -1,7 +1,7 @@
-// torch.Generators in attributes of modules, and whether modules are in training.
+// torch.Generators in module attributes, and the modules' training mode.
 //
-// What a forward finds in such an attribute a rerun must find as well: a generator that a module makes in its first
-// forward has moved on since, and that one would draw other numbers. So would a model that was switched to evaluation
+// A rerun must see the generators that the forward saw: one that a module makes in its first forward has advanced
+// since, and would draw other numbers. The same holds for the mode: the model may have been switched to evaluation
 // between forward and backward.
 #pragma once
 
@@ -16,15 +16,15 @@ namespace py = pybind11;
 
 class ModuleGenerators {
  public:
-  // Notes those among the attributes of one module, there also in lists, tuples and dicts.
+  // Records the generators among the attributes of one module, including those in lists, tuples and dicts.
   void note(const py::object& attributes);
 
-  // Each once; null where there are none.
+  // Without repeats; null if there are none.
   const py::object& all() const noexcept { return all_; }
 
-  // Adds to `displaced` what is not where it was among the attributes of a module that was noted, if it is or was a
-  // generator, or its mode: (attributes, key, what was there), without the last where there was nothing. Modules that
-  // were not noted, and what took the place of anything else, are let alone. The list is null until there is something.
+  // Adds to `displaced` the changed attributes of a recorded module, if they are or were generators, or its mode:
+  // (attributes, key, old value), without the value if there was none. Other modules and attributes are ignored. The
+  // list is null until there is an entry.
   void add_displaced(const py::object& attributes, py::object* displaced) const;
 
   template <typename Visit>
@@ -39,11 +39,11 @@ class ModuleGenerators {
   }
 
  private:
-  // An attribute that is a generator, or None, in whose place one may be put.
+  // An attribute that holds a generator, or None, which a generator may replace.
   struct Place {
     py::object attributes, key, value;
   };
-  // The attributes of a module that was noted, its mode (null: it has none), and how many attributes these were.
+  // The attributes of a recorded module, its mode (null: none), and the number of attributes then.
   struct Noted {
     py::object attributes, mode;
     Py_ssize_t size;
@@ -52,14 +52,14 @@ class ModuleGenerators {
   void add(PyObject* generator);
   void add_those_in(PyObject* container);
   void add_mode(const py::object& attributes, py::object* displaced) const;
-  const Noted* noted(const py::object& attributes) const;  // null: it was not
+  const Noted* noted(const py::object& attributes) const;  // null: not recorded
   bool is_new(const py::object& attributes, Py_ssize_t number) const;
   const Place* find(const py::object& attributes, PyObject* key) const;
 
   py::object all_;
   std::vector<Place> places_;
   std::vector<Noted> noted_;
-  mutable std::size_t last_found_ = 0;  // of `noted_`
+  mutable std::size_t last_found_ = 0;  // index in `noted_`
 };
 
 }  // namespace actckpt

@@ -15,10 +15,10 @@ namespace {
 
 using Kind = Container::Kind;
 
-// What is noted of objects, their containers included, at most: an object may lead to a whole program.
+// Maximum number of entries recorded in objects and their containers: an object may lead to a whole program.
 constexpr Py_ssize_t kMaxEntriesOfObjects = 10000;
 
-// The top-level package of a module's name, as a text.
+// The top-level package of a module name, as text.
 py::object package_of(PyObject* module) {
   if (module == nullptr || PyUnicode_Check(module) == 0) return py::str("");
   const Py_ssize_t end = PyUnicode_FindChar(module, '.', 0, PyUnicode_GET_LENGTH(module), 1);
@@ -34,7 +34,7 @@ bool is_standard(PyObject* module) {
   return result != 0;
 }
 
-// Whether what is defined in this module keeps what it has to itself (Rule 4).
+// Whether state of classes defined in this module is private to them (NOTE [ Object state ], Rule 4).
 bool is_left_alone(PyObject* module) { return is_standard(module) || is_torch(module); }
 
 py::object module_of(PyTypeObject* type) { return attribute(reinterpret_cast<PyObject*>(type), names().module); }
@@ -61,7 +61,7 @@ bool has_lock(const py::object& contents) {
 
 }  // namespace
 
-// One pass over what is reachable, nearest first.
+// One walk over everything reachable, breadth first.
 class Walk {
  public:
   Walk(Structure& structure, const py::set& rebuilt, const py::list& left_alone)
@@ -139,7 +139,7 @@ class Walk {
     if (!is_left_alone(PyFunction_GET_MODULE(function))) note_globals(function, in);
   }
 
-  // The global variables that a function and those that it calls name, as far as they are of one file.
+  // The global variables named by a function and the functions that it calls, within one file.
   void note_globals(PyObject* function, bool in) {
     const auto variables = py::reinterpret_borrow<py::dict>(PyFunction_GET_GLOBALS(function));
     py::dict found;
@@ -177,7 +177,7 @@ class Walk {
     if (!slots_of(type).empty()) note(Kind::kSlots, object, in);
   }
 
-  // Whether attributes of such objects count (Rule 4).
+  // Whether attributes of such objects are recorded (Rule 4).
   bool is_noted(PyTypeObject* type) {
     const auto known = types_.find(type);
     if (known != types_.end()) return known->second;
@@ -217,7 +217,7 @@ class Walk {
     kept_.push_back(list);
   }
 
-  // Of what code that runs meanwhile may put something else in the place of.
+  // For objects that code running meanwhile may replace.
   void add_replaceable(PyObject* object, bool in) {
     if (object != nullptr) add_kept(py::reinterpret_borrow<py::object>(object), in);
   }
@@ -232,7 +232,7 @@ class Walk {
   std::deque<std::pair<PyObject*, bool>> queue_;  // whether it was found in an object
   std::unordered_set<PyObject*> seen_;
   std::unordered_map<PyTypeObject*, bool> types_;
-  std::vector<py::object> kept_;  // what the walk made, alive until it ends: an id must not be used twice
+  std::vector<py::object> kept_;  // objects made by the walk, alive until it ends so that ids stay unique
   Py_ssize_t entries_left_ = kMaxEntriesOfObjects;
 };
 
@@ -253,8 +253,8 @@ py::dict Structure::forward_done() {
   return kept;
 }
 
-// A tensor that the forward displaced may have been made by the region before: that would own this
-// one's, and so on. A tensor that is an argument too is held anyway.
+// The previous region may have made a tensor that the forward displaced: its graph would own that region, which owns
+// the one before, and so on. A tensor that is an argument too is held anyway.
 void Structure::let_go(Container& container, const py::object& now, py::dict& kept) const {
   const auto held = [&](const py::handle value) {
     const auto object = py::reinterpret_borrow<py::object>(value);
@@ -296,7 +296,7 @@ Replaced Structure::swap_in() const {
 }
 
 void Structure::put_back(const Replaced& replaced) const {
-  // A rerun that ended early may have changed also what the forward changed back.
+  // A rerun that stopped early may also have changed what the forward changed back.
   auto next = replaced.contents.begin();
   for (std::size_t i = 0; i < containers_.size(); ++i) {
     const bool is_replaced = next != replaced.contents.end() && next->first == i;
@@ -306,7 +306,7 @@ void Structure::put_back(const Replaced& replaced) const {
   for (const auto& [i, contents] : replaced.contents) {
     const Container& container = containers_[i];
     if (!is_shared(container)) continue;
-    // Others may have set other ones meanwhile (a signal handler, say): these stay.
+    // Others may have set other keys meanwhile (a signal handler, for example): these stay.
     const py::object keys = different_keys(container.found, contents);
     if (container.changed_keys) keys.attr("update")(container.changed_keys);
     put_keys(container, contents, keys);

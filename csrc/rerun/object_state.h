@@ -1,8 +1,8 @@
-// What the containers and objects hold that a region's function and arguments lead to: their state as the
-// forward found it, for its reruns.
+// State of the containers and objects reachable from a region's function and arguments, recorded at the forward and
+// restored for reruns.
 //
-// See NOTE [ Found by the forward ] in actckpt/_rerun/object_state.py for the rules. Identities are compared
-// and put back, never the contents of tensors.
+// See NOTE [ Object state ] in actckpt/_rerun/object_state.py. Object identities are compared and restored, never
+// tensor contents.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -23,13 +23,13 @@ struct Container {
   Kind kind;
   py::object object;
   py::object found;  // a dict for kinds with keys, else a list
-  // Set by the forward itself: what a rerun sets again. Keys only, never what they lead to now,
-  // which may own the region.
+  // Set by the forward itself; a rerun sets it again. Keys only, never the values that it left, which may own the
+  // region.
   bool is_changed = false;
   py::object changed_keys;
 };
 
-// What containers held when a rerun began; given back when it ends.
+// Contents of containers at the start of a rerun, put back at its end.
 struct Replaced {
   std::vector<std::pair<std::size_t, py::object>> contents;  // by index of the container
 
@@ -43,27 +43,27 @@ void for_each_reference(Replaced& replaced, const Visit& visit) {
 
 class Structure {
  public:
-  // Notes what can be reached from `roots`, but not what only `left_alone` lead to. `rebuilt`: ids of
-  // containers that reruns get anew.
+  // Records what is reachable from `roots`, except what is reachable only through `left_alone`. `rebuilt`: ids of
+  // containers that are rebuilt for reruns.
   Structure(const py::tuple& roots, const py::set& rebuilt, const py::list& left_alone);
 
-  // After the forward: notes which containers it changed itself. Returns what is held from now on in
-  // the place of tensors that it displaced, by id.
+  // After the forward: records which containers it changed itself. Returns the replacements of tensors that it
+  // displaced, by id; these are held from now on.
   py::dict forward_done();
 
-  // Gives the containers what the forward found, and returns what they held.
+  // Sets the contents that the forward found, and returns the current ones.
   Replaced swap_in() const;
   void put_back(const Replaced& replaced) const;
 
-  // Whether an attribute or global is, in a rerun, not as the forward both found and left it: the
-  // function is about to change it back.
+  // Whether an attribute or global differs, in a rerun, from what the forward both found and left: the function is
+  // about to change it back.
   bool is_half_done() const;
 
-  // Names where a tensor stands in what was found, for errors.
+  // Where a tensor was found, for errors.
   py::str place_of(const py::object& tensor) const;
 
   bool is_empty() const noexcept { return containers_.empty(); }
-  // Tensors and generators in objects, which are not held here any longer.
+  // Tensors and generators in objects; no longer held here.
   py::list take_tensors() { return std::exchange(tensors_, py::list()); }
   py::list take_generators() { return std::exchange(generators_, py::list()); }
   const py::list& modules() const noexcept { return modules_; }
@@ -76,7 +76,7 @@ class Structure {
     for (py::list* field : {&structure.tensors_, &structure.generators_, &structure.modules_}) visit(field->ptr());
   }
 
-  // Forgets what was noted: nothing is given back any longer.
+  // Forgets what was recorded: nothing is restored any more.
   void release();
 
  private:
@@ -88,7 +88,7 @@ class Structure {
   py::list tensors_;     // in objects
   py::list generators_;  // in objects
   py::list modules_;
-  std::unordered_set<PyObject*> roots_;  // owned by the region as long as this is
+  std::unordered_set<PyObject*> roots_;  // the region owns them for the lifetime of this
 };
 
 void add_structure_type(py::module_& module);

@@ -10,21 +10,21 @@
 namespace actckpt {
 namespace {
 
-// What a dict has for a key, held: code of the user may run while it is looked at, and take it out. Null: nothing.
+// A strong reference to the value of a key: user code may run during the lookup and remove it. Null: none.
 py::object item_of(PyObject* dict, PyObject* key) {
   PyObject* found = PyDict_GetItemWithError(dict, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
   return py::reinterpret_borrow<py::object>(found);
 }
 
-// The attributes of a module, without its `__getattr__`, which takes longer than reading a tensor; of what only says
-// that it is one, what it tells.
+// A module's attributes, without its `__getattr__`, which takes longer than reading a tensor; for a proxy of a module,
+// those that it returns.
 py::object dict_of(PyObject* module) {
   if (!is_of_type(module, names().module_type)) return attribute(module, names().dict);
   return owned(PyObject_GenericGetDict(module, nullptr));
 }
 
-// A dict of what a ScriptModule has at the moment: its parameters and modules are in C++.
+// A dict of the current entries of a ScriptModule: its parameters and modules are in C++.
 py::object dict_of_script(const py::object& entries) {
   py::dict copied;
   const py::object items = owned(PyObject_CallMethod(entries.ptr(), "items", nullptr));
@@ -34,7 +34,7 @@ py::object dict_of_script(const py::object& entries) {
 
 bool is_script(PyObject* entries) { return !PyDict_Check(entries) && PyObject_HasAttrString(entries, "items") == 1; }
 
-// Entries of a module's dict of parameters, buffers or modules; null where it has none.
+// A module's dict of parameters, buffers or modules; null if it has none.
 py::object entries_of(const py::object& attributes, PyObject* name) {
   py::object found = item_of(attributes.ptr(), name);
   if (found && name != names().buffers && is_script(found.ptr())) found = dict_of_script(found);
@@ -49,7 +49,7 @@ bool has_same_bytes(const py::object& copy, PyObject* parameter) {
   return owned(PyObject_Vectorcall(names().has_same_bytes, both, 2, nullptr)).ptr() == Py_True;
 }
 
-// Whether this function, of a module's method, calls the module as a whole.
+// Whether this function, of a bound method, calls the module as a whole.
 bool is_call_or_forward(PyObject* function) {
   if (function == names().module_call) return true;
   if (!PyFunction_Check(function)) return false;
@@ -60,14 +60,14 @@ bool is_call_or_forward(PyObject* function) {
 
 bool is_module(PyObject* object) { return is_instance(object, names().module_type); }
 
-// Whether `found` stands where the forward left `value`, and a rerun needs that one.
+// Whether `found` replaced `value`, which the forward left, and a rerun needs `value`.
 bool has_replaced(PyObject* found, PyObject* value) {
   if (found == value || found == nullptr) return false;
   if (is_plain_tensor(value)) return found == Py_None || is_plain_tensor(found);
   return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
 
-// Most regions have no more modules, and no more parameters: room for so many is taken at once.
+// Capacity reserved at once: most regions have no more modules and parameters.
 constexpr std::size_t kFew = 8;
 
 // Owned by a Python Region.
@@ -124,7 +124,7 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
   }
 }
 
-// Calls visit(attributes) of each module.
+// Calls visit(attributes) for each module.
 template <typename Visit>
 void Parameters::for_each_module(PyObject* module, const Visit& visit) const {
   const py::object attributes = dict_of(module);
@@ -176,7 +176,7 @@ void Parameters::forward_done() {
   }
 }
 
-// Calls visit(group, entry, dict, what is there now: null where nothing is).
+// Calls visit(group, entry, dict, current value: null if there is none).
 template <typename Visit>
 void Parameters::for_each_entry(const Visit& visit) const {
   std::size_t i = 0;
@@ -197,7 +197,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
       if (!(may_be_replaced && is_own) && entry.version >= 0) raise_changed(found, entry.version, -1);
       is_replaced = true;
     } else if (found != entry.value.ptr()) {
-      return;  // sharded now, say: what stands there then is not known
+      return;  // sharded meanwhile, for example: the new value is unknown
     }
     if (!checks_versions || entry.version < 0) return;
     PyObject* parameter = entry.value.ptr();

@@ -1,9 +1,8 @@
-// The parameters of modules as a region's forward left them: whether a rerun still finds them so. And what else the
-// modules have that reruns must know of: buffers and generators.
+// The parameters of modules at the end of a region's forward, and whether they are unchanged in a rerun. Also the
+// buffers and generators of these modules.
 //
-// A parameter that no operator saves (a bias, a weight whose input needs no gradient) changes what a
-// rerun computes without any saved tensor showing it. A parameter or module that another one has
-// taken the place of (`functional_call`) is put in its place for the rerun.
+// A parameter that no operator saves (a bias, or a weight whose input needs no gradient) changes what a rerun computes,
+// but no saved tensor shows that. A replaced parameter or module (`functional_call`) is put back for the rerun.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,26 +18,26 @@ namespace py = pybind11;
 
 class Parameters {
  public:
-  // Before the forward of `function`: a module, or its method that is `forward` or `__call__`, has parameters that are
-  // known to be used and must not change. Of the module of another method, and of `others`, modules that may be
-  // called, only what stands where is noted. Null: none.
+  // Before the forward of `function`. If that is a module, or its `forward` or `__call__`, its parameters are used and
+  // must not change. For the module of another method, and for `others`, modules that may be called, only identities
+  // are recorded. Null: none.
   Parameters(PyObject* function, PyObject* others);
 
-  // After it. A module that changes its parameters in its own forward is let alone.
+  // After the forward. A module that changes its parameters in its own forward is ignored.
   void forward_done();
 
-  // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, is
-  // another one now. Returns whether anything is, or a generator.
+  // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, was replaced. Returns
+  // whether anything, or a generator, was replaced.
   bool check(bool checks_versions, bool may_be_replaced) const;
 
-  // What is not where it was: (dict, key, what the forward left there); of generators what it found there, or
-  // (dict, key) where it found nothing. Null where there is nothing.
+  // Replaced entries: (dict, key, what the forward left there). For generators: what the forward found, or (dict, key)
+  // if there was none. Null if nothing was replaced.
   py::object replaced() const;
 
-  // Modules that had buffers before the forward; null where there are none.
+  // Modules that had buffers before the forward; null if there are none.
   const py::object& buffered() const noexcept { return buffered_; }
 
-  // torch.Generators that modules had before the forward; null where there are none.
+  // torch.Generators that modules had before the forward; null if there are none.
   const py::object& generators() const noexcept { return generators_.all(); }
 
   template <typename Visit>
@@ -51,7 +50,7 @@ class Parameters {
     }
   }
 
-  // Forgets what was noted: nothing is checked any longer.
+  // Forgets what was recorded: nothing is checked any more.
   void release();
 
  private:
@@ -63,11 +62,11 @@ class Parameters {
     py::object copy;    // of an inference tensor, which has no version; else null
     long long implementation;
   };
-  // Entries of one module's dict of parameters or modules.
+  // The entries of one module's dict of parameters or modules.
   struct Group {
     py::object module;
     PyObject* name;
-    std::size_t end;  // of its entries; they begin where those before it end
+    std::size_t end;  // of its entries; they start where those of the previous group end
   };
 
   void walk_roots(bool notes);
@@ -80,8 +79,8 @@ class Parameters {
   void for_each_entry(const Visit& visit) const;
   [[noreturn]] void raise_changed(PyObject* parameter, long long before, long long now) const;
 
-  py::object root_;    // null: the function is neither a module nor a method of one
-  py::object others_;  // null: there are none
+  py::object root_;    // null: the function is neither a module nor a module's method
+  py::object others_;  // null: none
   bool is_root_called_ = false;
   py::object buffered_;
   ModuleGenerators generators_;

@@ -14,7 +14,7 @@ namespace {
 struct RefillObject {
   PyObject_HEAD py::object frame;  // FrameObject
   py::object error;                // the first mismatch
-  py::object may_stop;             // tells whether the rerun may end where it is; null: anywhere
+  py::object may_stop;             // returns whether the rerun may stop now; null: always
   std::unique_ptr<Values> values;
   std::vector<long long> external_tensors;  // their versions at the start of the rerun
   std::size_t num_packed;
@@ -23,8 +23,8 @@ struct RefillObject {
   bool stopped;
 };
 
-// Raised out of the pack hook once everything needed is there. A BaseException, so that user code
-// with `except Exception` around an operator does not swallow it.
+// Raised from the pack hook once all needed values are there. A BaseException, so that user code with `except
+// Exception` around an operator does not catch it.
 PyObject* stop_rerun = nullptr;
 PyTypeObject* refill_type = nullptr;
 
@@ -44,16 +44,16 @@ bool same_metadata(const Saved& saved, PyObject* tensor) {
          equal(saved.device, reads().device(tensor));
 }
 
-// Ends the rerun: the caller returns null to autograd. Not a C++ exception, which would cost more
-// than a small operator.
+// Ends the rerun: the caller returns null to autograd. Not a C++ exception, which would cost more than a small
+// operator.
 PyObject* stop(RefillObject* refill) {
   refill->stopped = true;
   PyErr_SetObject(stop_rerun, reinterpret_cast<PyObject*>(refill));
   return nullptr;
 }
 
-// Lets Python word the error while the stack still shows the user's line. Python may answer that
-// it is none (a version that moved for a reason that does no harm). Returns whether it is one.
+// Lets Python make the error while the stack still shows the user's line. Python may decide that it is none (a harmless
+// version change). Returns whether it is one.
 bool is_mismatch(RefillObject* refill, std::size_t index, PyObject* tensor, const char* problem) {
   PyObject* error = PyObject_CallFunction(names().mismatch_error, "OnOs", reinterpret_cast<PyObject*>(refill),
                                           static_cast<Py_ssize_t>(index), tensor, problem);
@@ -70,10 +70,10 @@ py::object detached(PyObject* tensor, bool needs_grad) {
   return needs_grad ? reads().detach(tensor) : py::reinterpret_borrow<py::object>(tensor);
 }
 
-// An operator saves no more than this many tensors, of which it fills one, before it runs.
+// An operator saves at most this many tensors before it runs, one of which it fills.
 constexpr std::size_t kSavedBeforeFilled = 2;
 
-// Whether everything needed is there, and the function is not in the middle of something.
+// Whether all needed values are there, and the function is not in the middle of an operator or a change.
 bool is_done(RefillObject* refill, std::size_t num_packed) {
   if (!refill->early_stop || num_packed < refill->num_needed) return false;
   if (refill->may_stop && call(refill->may_stop.ptr()).ptr() != Py_True) refill->early_stop = false;
@@ -81,11 +81,11 @@ bool is_done(RefillObject* refill, std::size_t num_packed) {
 }
 
 PyObject* pack(RefillObject* refill, PyObject* tensor) {
-  // Detached: a value must not keep the rerun's graph alive. And the rerun's graph gets the alias
-  // too, since user code may run a backward of its own inside the region.
+  // Detached: a value must not keep the rerun's graph alive. The rerun's graph gets the alias too, since user code may
+  // run a backward of its own inside the region.
   const bool needs_grad = reads().requires_grad.is_true(tensor);
   py::object value = detached(tensor, needs_grad);
-  if (refill->stopped) return value.release().ptr();  // the stop was swallowed by user code
+  if (refill->stopped) return value.release().ptr();  // user code caught the stop
   FrameObject* frame = frame_of(refill);
   const std::size_t index = refill->num_packed++;
   if (index >= frame->saved.size()) {
@@ -94,7 +94,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
   }
   const bool is_spent = refill->values->slots[index].state == Refilled::State::kTaken;
   if (frame->saved[index].slot != nullptr && !is_spent) {
-    // Python code below may release slots and thereby change `saved`; only indices are kept.
+    // The Python code below may release slots and so change `saved`; use only indices.
     const long long version = version_of(tensor);
     if (frame->check_metadata) {
       if (!same_metadata(frame->saved[index], tensor)) {
@@ -188,8 +188,8 @@ PyType_Slot refill_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(refill_dea
 PyType_Spec refill_spec = {"actckpt._C.Refill", sizeof(RefillObject), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, refill_slots};
 
-// Values were brought back for this key before. Either `index` was taken already: something reads values a second time.
-// Or it was given back to make room: what was taken is needed no more.
+// Values were restored for this key before. Either `index` was taken already: values are read a second time. Or it was
+// released under memory pressure: what was taken is not needed any more.
 void begin_again(RefillObject* refill, const Values& former, std::size_t index) {
   const bool was_given_back =
       former.is_released && index < former.slots.size() && former.slots[index].state == Refilled::State::kMissing;
@@ -232,7 +232,7 @@ py::object refill_pack_of(const py::object& refill) { return owned(PyCFunction_N
 
 namespace {
 
-// TorchScript replaces what a hook raises by an error of its own: the pending one may be the stop.
+// TorchScript replaces the exception of a hook by its own error: the pending one may be the stop.
 bool is_stop_in_script(PyObject* refill) {
   if (!refill_of(refill)->stopped || PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) return false;
   PyObject *type, *value, *traceback;

@@ -1,33 +1,33 @@
-// The pack hook of one rerun: it collects the tensors that the region saves this time and checks
-// that they are those that the forward saved.
+// The pack hook of one rerun: it collects the tensors that the region saves this time, and checks that they match those
+// of the forward.
 #pragma once
 
 #include "rerun/frame.h"
 
 namespace actckpt {
 
-// Starts a rerun of `frame` for `key`, since saved tensor `index` is asked for.
+// Starts a rerun of `frame` for `key`, since saved tensor `index` is unpacked.
 py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key);
 
 // Pack hook of the rerun, as a bound method.
 py::object refill_pack_of(const py::object& refill);
 
-// Whether the pending Python error is the StopRerun of this refill, not of a rerun around it.
+// Whether the pending Python error is the StopRerun of this refill, not of an enclosing rerun.
 bool is_stop_of(PyObject* refill);
 
-// The frame that is refilled; borrowed.
+// The frame of the refill; borrowed.
 PyObject* refill_frame(const py::object& refill);
 
-// Whether the pack hook found a tensor that the forward did not save like that.
+// Whether the pack hook found a tensor that differs from the forward's.
 bool refill_found_mismatch(const py::object& refill);
 
-// Whether the rerun saved something else than the forward, or too little.
+// Whether the rerun saved other tensors than the forward, or too few.
 bool refill_has_failed(const py::object& refill);
 
-// Gives the values to the frame; the rerun is over.
+// Passes the values to the frame; the rerun is over.
 void store_refill(const py::object& refill);
 
-// Ends the rerun for good: releases the frame and of what was collected.
+// Closes the refill: releases the frame and the collected values.
 void close_refill(const py::object& refill) noexcept;
 
 void add_refill_type(py::module_& module);

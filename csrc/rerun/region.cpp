@@ -30,7 +30,7 @@ py::object capture_state() {
   return std::move(state);
 }
 
-// The first two getters tell whether autocast or function modes are on: then Python captures more.
+// The first two getters return whether autocast or function modes are on: then Python captures more.
 bool is_complete(const py::object& state) {
   for (Py_ssize_t i = 0; i < 2; ++i) {
     const int set = PyObject_IsTrue(PyTuple_GET_ITEM(state.ptr(), i));
@@ -40,7 +40,7 @@ bool is_complete(const py::object& state) {
   return true;
 }
 
-// Whether the accelerator is in use: the fourth getter tells the current device, None as long as none was used.
+// Whether the accelerator is in use: the fourth getter returns the current device, None until one was used.
 bool has_device(const py::object& state) {
   constexpr Py_ssize_t kDevice = 3;
   return PyTuple_GET_ITEM(state.ptr(), kDevice) != Py_None;
@@ -51,8 +51,7 @@ bool is_capturing(const py::object& state) { return has_device(state) && call(na
 
 // ------------------------------------------------------------------------------------- calls
 
-// Calls function(*args, **kwargs) with saved tensors going through pack and unpack. Returns null
-// with a Python error pending where that failed.
+// Calls function(*args, **kwargs) under pack and unpack. Returns null with a Python error pending if that failed.
 PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyObject* args, PyObject* kwargs) {
   PyObject* hooks[] = {pack, unpack};
   PyObject* pushed = PyObject_Vectorcall(names().push_hooks, hooks, 2, nullptr);
@@ -66,7 +65,7 @@ PyObject* call_hooked(PyObject* pack, PyObject* unpack, PyObject* function, PyOb
 PyObject* unpack_function = nullptr;
 PyObject* same_function = nullptr;
 
-// Runs the forward of `frame`; null with a Python error pending where it failed.
+// Runs the forward of `frame`; null with a Python error pending if it failed.
 PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* args, PyObject* kwargs) {
   PyObject* result = call_hooked(pack_of(frame).ptr(), unpack_function, function, args, kwargs);
   if (result == nullptr) return nullptr;
@@ -93,7 +92,7 @@ void run_until_stopped(const py::object& refill, PyObject* function, PyObject* a
 
 // ------------------------------------------------------------------------------------- rerun
 
-// Runs `function` until stopped with the random state of the forward, then puts back what was there.
+// Runs `function` until stopped, under the random state of the forward, then restores the current one.
 void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function, PyObject* args) {
   const py::object outside = generators_now(random);
   const auto put_back = [&] {
@@ -110,7 +109,7 @@ void run_with_random_state(const py::object& random, const py::object& refill, P
   put_back();
 }
 
-// The arguments of one rerun. Throws an error for the user where a tensor was changed in place.
+// The arguments of one rerun. Throws an error for the user if a tensor was changed in place.
 py::object restore_inputs(PyObject* held) {
   try {
     return restore_arguments(held);
@@ -120,13 +119,13 @@ py::object restore_inputs(PyObject* held) {
   }
 }
 
-// Whether the function's modules are as the forward left them. Throws where they cannot be made so.
+// Whether the function's modules are as the forward left them. Throws if they cannot be restored.
 bool is_as_left(const FrameObject* frame) {
   if (frame->recipe.parameters->check(frame->check_metadata, true)) return false;
   return !frame->recipe.buffers || call_method(frame->recipe.buffers.ptr(), names().are_as_found).ptr() == Py_True;
 }
 
-// Reruns a region of the common kind. Returns false, having done nothing, where it is not one now.
+// Reruns a region without Python code. Returns false, having done nothing, if that is not possible now.
 bool rerun_common(const py::object& refill) {
   const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
   const RecomputeContext& recipe = frame->recipe;
@@ -145,7 +144,7 @@ bool rerun_common(const py::object& refill) {
   return true;
 }
 
-// What the rerun made may outlive it, and with it its pack hook, which must not own the frame then.
+// Objects made by the rerun may outlive it, and so may its pack hook, which must not own the frame then.
 class ClosedAtEnd {
  public:
   explicit ClosedAtEnd(const py::object& refill) : refill_(refill) {}
@@ -166,7 +165,7 @@ void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
   try {
     if (!rerun_common(refill)) call(names().refill, refill.ptr());
   } catch (py::error_already_set&) {
-    // What the pack hook found explains more than what came of it.
+    // the pack hook's finding explains more than its consequences
     if (refill_found_mismatch(refill)) raise(call(names().failure, refill.ptr()));
     throw;
   }
@@ -174,9 +173,9 @@ void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
   store_refill(refill);
 }
 
-// Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
+// NOTE [ Rerun ], Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
 py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
-  std::optional<Swap> swap;  // before the lock: see Rule 5 of NOTE [ Random state ]
+  std::optional<Swap> swap;  // before the region's lock: NOTE [ Random state ], Rule 3
   if (frame->recipe.outer_swap >= 0) swap.emplace(frame->recipe.outer_swap);
   const Locked locked(frame->recipe.lock.ptr());
   const bool keep = static_cast<bool>(key);
@@ -185,15 +184,15 @@ py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   while (!value) {
     with_rescue(call(names().num_operations), [&] { rerun(frame, index, key); });
     value = take(frame, index, key.ptr());
-    if (!was_released(frame, key.ptr())) break;  // by another thread, meanwhile
+    if (!was_released(frame, key.ptr())) break;  // by another thread meanwhile
   }
   if (!keep) frame->drop(key.ptr());
   if (value) return value;
   raise(call(names().failure, reinterpret_cast<PyObject*>(frame)));
 }
 
-// The key of the values that the current unpack may use: the GraphExecGroup that is active, else
-// the id of the running graph task; null outside of both.
+// The key of the values that the current unpack may use: the active GraphExecGroup, else the id of the running graph
+// task; null outside of both.
 py::object current_key() {
   if (names().graph_exec_group != nullptr) {
     py::object group = call(names().graph_exec_group);
@@ -208,7 +207,7 @@ PyObject* unpack(PyObject*, PyObject* handle) {
     if (Py_TYPE(handle) != slot_type) throw py::type_error("unpack: not a slot of a region");
     auto* slot = reinterpret_cast<SlotObject*>(handle);
     FrameObject* frame = slot->frame;
-    // The slot may be released by another thread while Python runs below.
+    // Another thread may release the slot while Python runs below.
     const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame));
     const std::size_t index = slot->index;
     py::object key = current_key();
@@ -236,8 +235,8 @@ RecomputeContext new_recipe(PyObject* function, PyObject* early_stop) {
   return recipe;
 }
 
-// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or
-// NotImplemented, with nothing done, where the region is not of the common kind.
+// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or NotImplemented, with nothing
+// done, if the region needs Python's Region.
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 5) throw py::type_error("run_common takes five arguments");
@@ -308,7 +307,7 @@ PyObject* restore_inputs_function(PyObject*, PyObject* held) {
 
 PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
 
-// The frame of the region that a slot belongs to, or None: it is no slot.
+// The frame of the region that a slot belongs to; None if it is no slot.
 PyObject* frame_of(PyObject*, PyObject* saved) {
   if (Py_TYPE(saved) != slot_type) Py_RETURN_NONE;
   return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<SlotObject*>(saved)->frame));

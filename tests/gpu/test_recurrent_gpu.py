@@ -81,7 +81,7 @@ def test_it_does_so_where_nobody_set_the_state_of_the_generator(name: str) -> No
 
 
 def test_torchs_checkpoint_draws_others() -> None:
-    """If this fails, torch has mended it: see Rule 8 of NOTE [ Random state ]."""
+    """If this fails, torch has fixed it: see Rule 5 of NOTE [ Random state ]."""
     from torch.utils.checkpoint import checkpoint
 
     def gradient(method: Method) -> tuple[Tensor, Tensor]:

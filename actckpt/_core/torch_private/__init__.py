@@ -1,11 +1,10 @@
-"""Private names of torch that the package uses. Every torch from 2.9 on has them, but for those that say "Missing:".
+"""Private names of torch that the package uses. Every torch from 2.9 on has them, except those marked "Missing:".
 
-A name that is missing raises where it is used, and not at import: `lookup`.
+A missing name raises when it is used, not at import: `lookup`.
 
-No other module names a private part of torch, but for what all libraries use (`TorchDispatchMode`, trees, classes of
-operators) and what `_text`, a room below, asks of the dispatcher: `tests/test_layers.py`.
-`tests/unit/core/test_torch_private.py` fails when torch drops one of the names, and says which entry here can go when
-torch makes it public.
+No other module uses a private name of torch, except what all libraries use (`TorchDispatchMode`, trees, operator
+classes) and what `_text` reads from the dispatcher: `tests/test_layers.py`. `tests/unit/core/test_torch_private.py`
+fails when torch drops one of the names, and says which entry can go when torch makes it public.
 """
 
 from actckpt._core.torch_private.accelerators import (

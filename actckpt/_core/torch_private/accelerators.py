@@ -6,14 +6,14 @@ import torch
 
 from actckpt._core.torch_private.lookup import optional
 
-#: `torch.accelerator.current_accelerator` without its Python frame, which every region would pay for.
+#: `torch.accelerator.current_accelerator` without its Python frame, which would cost time in every region.
 current_accelerator: Callable[[], torch.device | None] = (
     optional("torch._C._accelerator_getAccelerator") or torch.accelerator.current_accelerator
 )
 
-#: Whether a CUDA device has a context, without making one. Only where torch was built for CUDA.
+#: Whether a CUDA device has a context; does not create one. Only if torch was built for CUDA.
 cuda_has_context: Callable[[int], bool] | None = optional("torch._C._cuda_hasPrimaryContext")
 
-#: Sets and gets the label of what the allocator gives out next. Missing where torch was not built for CUDA.
+#: Sets and gets the label of the next allocations. Missing if torch was not built for CUDA.
 set_memory_label: Callable[[str], None] | None = optional("torch._C._cuda_setMemoryMetadata")
 get_memory_label: Callable[[], str] | None = optional("torch._C._cuda_getMemoryMetadata")

@@ -11,7 +11,7 @@ _selective_mode = lookup("torch.utils.checkpoint._CachingTorchDispatchMode")
 
 
 def forced_by_context() -> tuple[bool | None, bool | None]:
-    """Return what torch's `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled` ask for.
+    """Return the values of torch's `set_checkpoint_early_stop` and `set_checkpoint_debug_enabled`.
 
     None outside of such a context.
     """
@@ -19,7 +19,7 @@ def forced_by_context() -> tuple[bool | None, bool | None]:
 
 
 def selective_policy(context: object) -> Callable[..., Any] | None:
-    """Return the policy function of torch's selective checkpointing, if `context` is its mode of the forward."""
+    """Return the policy function of torch's selective checkpointing, if `context` is its forward mode."""
     if not isinstance(context, _selective_mode) or type(context) is not _selective_mode:
         return None
     policy: Callable[..., Any] = attribute(context, "policy_fn")
@@ -27,5 +27,5 @@ def selective_policy(context: object) -> Callable[..., Any] | None:
 
 
 def set_selective_policy(context: Any, policy: Callable[..., Any]) -> None:
-    """Let a mode for which `selective_policy` returns one ask another policy function."""
+    """Set the policy function of a mode for which `selective_policy` returns one."""
     context.policy_fn = policy

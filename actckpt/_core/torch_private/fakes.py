@@ -1,4 +1,4 @@
-"""Private names of torch for fake tensors, which have shapes and no bytes."""
+"""Private names of torch for fake tensors, which have shapes but no bytes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ import torch
 from actckpt._core.torch_private.lookup import lookup, optional
 from actckpt._core.torch_private.modes import without_dispatch, without_functions
 
-#: Tensors that have shapes and no bytes.
+#: Tensors that have shapes but no bytes.
 fake_tensor_type: type = lookup("torch._subclasses.fake_tensor.FakeTensor")
 
-#: What operators raise that would have to read the numbers of fake tensors; `func` is the operator.
+#: Raised by operators that would have to read the numbers of fake tensors; `func` is the operator.
 needs_numbers: tuple[type[Exception], ...] = (
     lookup("torch._subclasses.fake_tensor.DataDependentOutputException"),
     lookup("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
@@ -21,7 +21,7 @@ _fake_mode: Any = lookup("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
 class _FakeMode(_fake_mode):  # type: ignore[misc]
-    """Remembers nothing of operators on storages: torch's cache would hold those storages for ever."""
+    """Disables torch's cache of operators on storages, which would hold those storages forever."""
 
     cache_enabled: bool
 
@@ -37,7 +37,7 @@ class _FakeMode(_fake_mode):  # type: ignore[misc]
 
 
 def fake_mode() -> Any:
-    """Return a mode under which operators make fake tensors, also of real arguments."""
+    """Return a mode under which operators make fake tensors, also from real arguments."""
     return _FakeMode(allow_non_fake_inputs=True)
 
 
@@ -49,12 +49,12 @@ def new_fake(
     stride: Sequence[int],
     offset: int,
 ) -> torch.Tensor:
-    """Return a fake tensor of the CPU on a storage of the meta device. No mode sees how it is made."""
+    """Return a CPU fake tensor on a storage of the meta device, created below all modes."""
     with without_functions(), without_dispatch():
         inner = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, tuple(shape), tuple(stride))
         fake: torch.Tensor = fake_tensor_type(mode, inner, torch.device("cpu"))
         return fake
 
 
-#: Returns the functions that make tensors on the default device. Missing: a default device other than the CPU stays.
+#: Returns the factory functions that use the default device. Missing: a default device other than the CPU stays.
 factories: Callable[[], Any] = optional("torch.utils._device._device_constructors") or frozenset

@@ -1,7 +1,7 @@
-"""Looks up private names of torch: a missing one raises where it is used, and never at import.
+"""Looks up private names of torch: a missing one raises when it is used, never at import.
 
-All names that this package touches go through here, as text: `tests/test_layers.py`. What is looked up at import is
-noted in `LOOKED_UP`, and `tests/contract/test_torch_versions.py` takes each of these names away in turn.
+All names that this package uses go through here, as text: `tests/test_layers.py`. Lookups at import are listed in
+`LOOKED_UP`; `tests/contract/test_torch_versions.py` removes each of these names in turn.
 """
 
 import importlib
@@ -12,15 +12,16 @@ import torch
 
 from actckpt._error_base import TorchVersionError
 
-#: The paths that were looked up at import, and whether each torch has them.
+#: Paths looked up at import, and whether each torch has them.
 LOOKED_UP: dict[str, bool] = {}
 
 
 def lookup(path: str) -> Any:
-    """Return what a dotted path leads to; where torch has no such name, what raises `TorchVersionError` when used.
+    """Return the object at a dotted path; if torch has no such name, a stand-in that raises `TorchVersionError` when
+    used.
 
-    It raises when it is called, asked for an attribute, or taken for a class in `isinstance`. It can be a base class,
-    and be named in `except`, where it catches nothing.
+    The stand-in raises when it is called, asked for an attribute, or used as a class in `isinstance`. It can be a base
+    class, or be named in `except`, where it catches nothing.
     """
     LOOKED_UP[path] = True
     try:
@@ -30,7 +31,7 @@ def lookup(path: str) -> Any:
 
 
 def optional(path: str) -> Any:
-    """Return what a dotted path leads to, None where torch has no such name."""
+    """Return the object at a dotted path, None if torch has no such name."""
     LOOKED_UP[path] = False
     try:
         return needed(path)
@@ -39,30 +40,30 @@ def optional(path: str) -> Any:
 
 
 def reader(path: str) -> Any:
-    """Return what reads a variable of torch; what raises, where torch has no such name."""
-    found = lookup(path)
+    """Return a function that reads a variable of torch; it raises if torch has no such name."""
+    variable = lookup(path)
     owner, _, name = path.rpartition(".")
-    return found if isinstance(found, _Missing) else partial(getattr, needed(owner), name)
+    return variable if isinstance(variable, _Missing) else partial(getattr, needed(owner), name)
 
 
 def needed(path: str) -> Any:
-    """Return what a dotted path leads to now; raises where torch has no such name."""
-    found: Any = torch
+    """Return the object at a dotted path now; raises if torch has no such name."""
+    target: Any = torch
     known, *names = path.split(".")
     for name in names:
         known += f".{name}"
         try:
-            found = getattr(found, name)
+            target = getattr(target, name)
         except AttributeError:
             try:
-                found = importlib.import_module(known)
+                target = importlib.import_module(known)
             except ImportError:
                 raise _error(known) from None
-    return found
+    return target
 
 
 def attribute(owner: Any, name: str) -> Any:
-    """Return an attribute of an object of torch."""
+    """Return an attribute of a torch object."""
     try:
         return getattr(owner, name)
     except AttributeError:
@@ -77,7 +78,7 @@ def _error(path: str) -> TorchVersionError:
 
 
 class _Missing(type):
-    """The class of what stands for a missing name."""
+    """Metaclass of the stand-in for a missing name."""
 
     error: TorchVersionError
 

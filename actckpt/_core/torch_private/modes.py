@@ -1,4 +1,4 @@
-"""Private names of torch for the modes of a thread: its stacks of function and dispatch modes, and autocast."""
+"""Private names of torch for a thread's modes: stacks of function and dispatch modes, and autocast."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,30 +21,30 @@ push_dispatch_mode: Callable[[Any], None] = lookup("torch._C._push_on_torch_disp
 pop_dispatch_mode: Callable[[], Any] = partial(lookup("torch._C._pop_torch_dispatch_stack"), None)
 
 _dispatch_names: Any = lookup("torch.utils._python_dispatch")
-#: The same with what torch keeps in Python beside the stack.
+#: The same, including what torch keeps in Python beside the stack.
 pop_mode: Callable[[], Any] = lookup("torch.utils._python_dispatch._pop_mode")
 push_mode: Callable[[Any], None] = lookup("torch.utils._python_dispatch._push_mode")
 _mode_of_kind = lookup("torch._C._get_dispatch_mode")
 _tracing = reader("torch._C._TorchDispatchModeKey.PROXY")
 
-#: The default device, and what sets it.
+#: The module that holds the default device.
 _device_names: Any = lookup("torch.utils._device")
 _default_device = reader("torch.utils._device.CURRENT_DEVICE")
 _device_context = lookup("torch.utils._device.DeviceContext")
 
-#: Contexts below which no function mode and no dispatch mode sees what is called.
+#: Contexts below which no function mode and no dispatch mode sees calls.
 without_functions: Callable[[], Any] = lookup("torch._C.DisableTorchFunction")
 without_dispatch: Callable[[], Any] = lookup("torch._C._DisableTorchDispatch")
 
 #: Whether autocast is on for any device.
 any_autocast_enabled: Callable[[], bool] = lookup("torch._C._is_any_autocast_enabled")
 
-#: Whether compiled functions can run below a dispatch mode. Before torch 2.10 their guards fail below each, whatever it
-#: says of itself: they would be compiled again at each call.
+#: Whether compiled functions can run below a dispatch mode. Before torch 2.10 their guards fail below any mode, so they
+#: would be recompiled at each call.
 _set_is_traced = optional("torch.utils._python_dispatch.set_is_in_mode_without_ignore_compile_internals")
 runs_compiled_below_modes: bool = _set_is_traced is not None
 
-#: Dispatch modes of torch that change no results. One that is missing is not known: what runs below it is kept.
+#: Dispatch modes of torch that change no results. If one is missing, it counts as unknown: values below it are kept.
 OBSERVING_MODES = frozenset(
     {
         "torch.utils.flop_counter._FlopCounterMode",
@@ -66,9 +66,9 @@ OBSERVING_MODES = frozenset(
 
 
 def remove_dispatch_mode(mode: Any) -> None:
-    """Take a dispatch mode off the stack of this thread, if it is there, after its enter or exit was cut short.
+    """Remove a dispatch mode from this thread's stack, if it is there, after its enter or exit was interrupted.
 
-    Also puts right the flags that torch keeps beside the stack.
+    Also restores the flags that torch keeps beside the stack.
     """
     stack = [dispatch_mode_at(i) for i in range(num_dispatch_modes())]
     if any(other is mode for other in stack):
@@ -93,9 +93,9 @@ def function_modes() -> tuple[Any, ...]:
 
 @contextmanager
 def replaced_function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
-    """Run the body under exactly these function modes; `DeviceContext` included.
+    """Run the body under exactly these function modes, including `DeviceContext`.
 
-    The modes are not entered again: they are put on the stack as they were.
+    The modes are not entered again: they are put on the stack as objects.
     """
     outside = _swap_function_modes(modes)
     device = _default_device()
@@ -115,7 +115,7 @@ def _swap_function_modes(modes: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def is_tracing() -> bool:
-    """Whether operators are being written into a graph (`make_fx`), to run with other bytes later."""
+    """Whether operators are being traced into a graph (`make_fx`), which runs later with other bytes."""
     return _mode_of_kind(_tracing()) is not None
 
 

@@ -1,4 +1,4 @@
-"""Private names of tensors and storages: what tells of them, and the methods by which their memory goes."""
+"""Private names of tensors and storages: facts about them, and the methods that free their memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 
 from actckpt._core.torch_private.lookup import lookup, optional
 
-#: A capsule with C functions that describe a tensor in plain numbers (DLPack's C exchange API). Missing before torch
-#: 2.10: they are read one by one, which is slower.
+#: A capsule with C functions that describe a tensor in numbers (DLPack's C exchange API). Missing before torch 2.10:
+#: attributes are read one by one, which is slower.
 exchange_api: Any = optional("torch.Tensor.__dlpack_c_exchange_api__")
 
-#: A view of the negated numbers, which marks them so and computes nothing.
+#: A view with the neg bit set; computes nothing.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = lookup("torch._neg_view")
 
-#: Methods of UntypedStorage that free memory which tensors still refer to. `resize_` is public; by the others
-#: `share_memory_` and multiprocessing replace it.
+#: Methods of UntypedStorage that free memory that tensors still refer to. `resize_` is public; `share_memory_` and
+#: multiprocessing use the others.
 FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 _address: Callable[[torch.Tensor], int] = lookup("torch.Tensor._cdata.__get__")
@@ -35,13 +35,13 @@ def is_unshared(tensor: torch.Tensor) -> bool:
 
 
 def implementation_of(tensor: torch.Tensor) -> int:
-    """Return the address of what a Python tensor stands for: `torch.utils.swap_tensors` gives it another one."""
+    """Return the address of a Python tensor's C++ object, which `torch.utils.swap_tensors` changes."""
     return _address(tensor)
 
 
 def keep_object(tensor: Any) -> None:
-    """Let Python own the object of a tensor that came out of a weak reference.
+    """Make Python own the object of a tensor obtained from a weak reference.
 
-    Before torch 2.10 it may be C++ that does: the object is then emptied when nobody in C++ has the tensor any more.
+    Before torch 2.10 C++ may own it: the object is then emptied when no C++ code holds the tensor any more.
     """
     _fix_weakref(tensor)

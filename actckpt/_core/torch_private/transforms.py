@@ -1,4 +1,4 @@
-"""Private names of torch for the transforms of `torch.func`, and for tangents of forward-mode differentiation."""
+"""Private names of torch for `torch.func` transforms and forward-mode AD."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ set_tangents_enabled: Callable[[bool], None] = lookup("torch._C._set_fwd_grad_en
 _are_enabled: Callable[[], bool] = lookup("torch._C._is_fwd_grad_enabled")
 _level: Callable[[], int] = reader("torch.autograd.forward_ad._current_level")
 
-#: The transforms of `torch.func` that are active.
+#: The active `torch.func` transforms.
 innermost_transform: Callable[[], Any] = lookup("torch._C._functorch.peek_interpreter_stack")
 _pop_transform: Callable[[], Any] = lookup("torch._C._functorch.pop_dynamic_layer_stack")
 _push_transform: Callable[[Any], object] = lookup("torch._C._functorch.push_dynamic_layer_stack")
 
-#: Whether a tensor is the tangent zero, of which no bytes exist.
+#: Whether a tensor is a zero tangent, which has no bytes.
 is_zero_tangent: Callable[[torch.Tensor], bool] = lookup("torch.Tensor._is_zerotensor")
 
 
@@ -29,7 +29,7 @@ def tangents_enabled() -> bool:
 
 @contextmanager
 def below_transforms() -> Iterator[None]:
-    """Run the body outside of every transform of `torch.func`: it works on the tensors that autograd saved."""
+    """Run the body outside of all `torch.func` transforms: it works on the tensors that autograd saved."""
     taken = []
     try:
         while innermost_transform() is not None:

@@ -15,7 +15,7 @@ constexpr std::size_t kPieceBytes = std::size_t{32} << 20;
 
 StreamHandle native(Stream stream) { return reinterpret_cast<StreamHandle>(stream.handle); }
 
-// A device that this thread has entered, how often, and the mode of capture to go back to.
+// A device that this thread has entered, how often, and the capture mode to restore.
 struct Entered {
   const CudaBackend* backend;
   int device;
@@ -24,7 +24,7 @@ struct Entered {
   int mode = kCaptureModeRelaxed;
 };
 
-// Nothing but the engine runs inside of a scope, so what it made current stays so until the scope ends.
+// Only the engine runs inside a scope, so its current device stays current until the scope ends.
 thread_local std::vector<Entered> entered;
 
 }  // namespace
@@ -107,7 +107,7 @@ void CudaBackend::leave(int) noexcept {
   driver_->ctx_pop(&previous);
 }
 
-// Calls that are illegal or would break a capture of another thread are fine from now on, until the scope ends.
+// Allows calls that are illegal during capture, or would break another thread's capture, until the scope ends.
 void CudaBackend::relax() {
   Entered& now = entered.back();
   if (!now.is_relaxed) {
@@ -228,7 +228,7 @@ void CudaBackend::unpin(void* ptr, std::size_t) noexcept {
     const DeviceScope scope(this, std::max(0, first_device_.load()));
     relax();
     driver_->host_unregister(ptr);
-  } catch (const DeviceError&) {  // the process is ending; the driver lets go of it
+  } catch (const DeviceError&) {  // the process is ending; the driver releases it
   }
 }
 

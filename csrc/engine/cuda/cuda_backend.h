@@ -27,7 +27,7 @@ namespace actckpt::cuda {
 
 class CudaBackend : public Backend, public SlabRegistrar {
  public:
-  // Throws DeviceError if the driver cannot start. `driver` must live for good.
+  // Throws DeviceError if the driver cannot start. `driver` must live until the process ends.
   explicit CudaBackend(const Driver* driver);
 
   void enter(int device) override;

@@ -17,7 +17,7 @@ class Symbols {
   explicit Symbols(void* library)
       : library_(library), get_(reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"))) {}
 
-  // `name` as cuGetProcAddress knows it; `exported` is the library's own, versioned name.
+  // `name` as in cuGetProcAddress; `exported` is the library's own, versioned name.
   template <typename Function>
   void required(Function* function, const char* name, const char* exported) {
     optional(function, name, exported);
@@ -73,7 +73,7 @@ void load_all(Symbols* s, Driver* d) {
 }  // namespace
 
 OpenedDriver open_driver(const char* name) {
-  void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);  // the one that torch uses, if it is there
+  void* library = dlopen(name, RTLD_NOW | RTLD_NOLOAD);  // the one that torch uses, if it is loaded
   if (library == nullptr) {
     library = dlopen(name, RTLD_NOW);
   }

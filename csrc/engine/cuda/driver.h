@@ -3,7 +3,7 @@
 // Contract: no CUDA header is needed to build and no CUDA library to load the extension. Versions
 // are explicit: the plain names of several calls mean older ABIs (trap 6). `open_driver` returns a
 // table whose required entries are all set, or says which symbol or library is missing.
-// Thread rule: the table is constant once made. Ownership: the library stays open for good.
+// Thread rule: the table is constant once made. Ownership: the library is never closed.
 
 #pragma once
 
@@ -51,7 +51,7 @@ struct Driver {
   Result (*copy_to_device)(DevicePtr dst, const void* src, std::size_t bytes, StreamHandle stream) = nullptr;
   Result (*host_register)(void* ptr, std::size_t bytes, unsigned flags) = nullptr;
   Result (*host_unregister)(void* ptr) = nullptr;
-  // Optional: null where the driver lacks them; tested at use.
+  // Optional: null if the driver lacks them; tested at use.
   Result (*event_elapsed)(float* milliseconds, EventHandle first, EventHandle second) = nullptr;
   Result (*error_name)(Result code, const char** name) = nullptr;
   Result (*device_attribute)(int* value, int attribute, Device device) = nullptr;
@@ -63,7 +63,7 @@ struct OpenedDriver {
   std::string why;       // then: which library or symbol is missing
 };
 
-// `library`: what dlopen is given.
+// `library`: the argument of dlopen.
 OpenedDriver open_driver(const char* library);
 
 }  // namespace actckpt::cuda

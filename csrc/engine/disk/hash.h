@@ -17,7 +17,7 @@ class Hash64 {
 
   void update(const void* data, std::size_t bytes);
 
-  // May be called at any time; update can go on after it.
+  // May be called at any time; more updates may follow.
   std::uint64_t digest() const;
 
  private:

@@ -24,7 +24,7 @@ struct DirectAlignment {
   unsigned offset = 0;
 };
 
-// False if the kernel does not tell.
+// False if the kernel does not report it.
 bool query_direct_alignment(int fd, DirectAlignment* alignment) {
   // struct statx with its spare words; stx_dio_mem_align follows stx_mnt_id at byte 0x98.
   alignas(8) unsigned char raw[256] = {};

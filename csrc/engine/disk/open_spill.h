@@ -13,7 +13,7 @@ namespace actckpt {
 struct OpenedSpill {
   int fd;
   bool direct;         // O_DIRECT is set
-  bool needs_probing;  // the kernel did not say whether direct I/O works
+  bool needs_probing;  // the kernel did not report whether direct I/O works
 };
 
 OpenedSpill open_spill(const std::string& folder, bool want_direct);

@@ -175,7 +175,7 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
     if (wrote < 0 && code == EINTR) {
       continue;
     }
-    // Direct I/O goes on at a granule only, so the odd end of a short write is written again.
+    // Direct I/O continues at a granule only, so the odd end of a short write is written again.
     const std::size_t whole = wrote < 0 ? 0 : static_cast<std::size_t>(wrote);
     const std::size_t next = done + whole == bytes ? bytes : (done + whole) / kGranule * kGranule;
     num_stuck = next > done ? 0 : num_stuck + 1;

@@ -1,15 +1,16 @@
-// The spill store: one unlinked file for the bytes that neither device nor host memory shall hold.
+// The spill store: one unlinked file for bytes that fit neither in device nor in host memory.
 //
 // Contract:
-//  - The file has no name once opened; its space returns to the system when the process ends,
-//    however.
-//  - Direct I/O where the file system takes it, buffered elsewhere; always through aligned bounce
-//    buffers, so callers' pointers need no alignment. Short writes and reads are continued.
-//  - `write` returns only when every byte was accepted. On failure it throws SpillWriteError, gives
-//    the space back and leaves the caller's bytes alone. SourceGoneError: they were unmapped.
-//  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws
-//    SpillReadError with folder, offset and both numbers; `dst` then holds garbage.
-//  - Space freed is used before the file grows; space in use never exceeds the limit.
+//  - The file has no name once opened; its space returns to the system when the process ends, in whatever way.
+//  - Direct I/O if the file system supports it, else buffered I/O; always through aligned bounce buffers, so callers'
+//    pointers need no alignment. Short writes and reads are continued.
+//  - `write` returns only when every byte was written. On failure it throws SpillWriteError, frees the space and leaves
+//    the
+//    caller's bytes alone. SourceGoneError: they were unmapped.
+//  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws SpillReadError with
+//    folder,
+//    offset and both numbers; `dst` then holds garbage.
+//  - Freed space is reused before the file grows; space in use never exceeds the limit.
 // Thread rule: any thread; write and read block on the disk. Giving a block back takes a leaf lock
 // and makes no system call. Ownership: owns descriptor and buffers; a SpillBlock must not outlive
 // its file.
@@ -34,7 +35,7 @@ namespace actckpt {
 struct SpillConfig {
   std::string folder;
   std::uint64_t limit_bytes = UINT64_MAX;
-  bool direct = true;                               // false: never ask for direct I/O
+  bool direct = true;                               // false: never request direct I/O
   std::size_t buffer_bytes = std::size_t{4} << 20;  // a multiple of 2 MiB
   int num_buffers = 4;
 };
@@ -43,7 +44,7 @@ struct SpillStats {
   std::uint64_t limit_bytes = 0;
   std::uint64_t disk_bytes = 0;  // held by live blocks, tails rounded up to 4 KiB
   std::uint64_t peak_disk_bytes = 0;
-  std::uint64_t file_bytes = 0;  // the file's length: the most that was ever in use
+  std::uint64_t file_bytes = 0;  // the file's length: the peak of space in use
   std::uint64_t written_bytes = 0;
   std::uint64_t read_bytes = 0;
   std::uint64_t num_blocks = 0;
@@ -85,8 +86,7 @@ class SpillFile {
 
   SpillBlock write(const std::byte* src, std::size_t bytes);
 
-  // In two steps, for memory that stays: space (empty if the limit refuses; that is no failed
-  // write), then bytes.
+  // In two steps, for memory that stays: first space (empty if the limit refuses; that is no failed write), then bytes.
   std::optional<SpillBlock> try_reserve(std::size_t bytes);
   void write_into(SpillBlock* block, const std::byte* src);
 

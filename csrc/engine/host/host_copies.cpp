@@ -1,5 +1,5 @@
-// The half of HostEngine that runs copies: claiming them, running them unlocked, settling what they
-// leave. See NOTE [Ticket states] in ticket.h.
+// The half of HostEngine that runs copies: claiming them, running them unlocked, settling their results. See
+// NOTE [Ticket states] in ticket.h.
 
 #include <utility>
 
@@ -32,7 +32,7 @@ std::pair<TicketPtr, LoadPtr> HostEngine::claim_load() {
 void HostEngine::work() {
   Lock lock(mutex_);
   while (!closed_) {
-    auto job = claim_load();  // someone will wait for it sooner than for a write
+    auto job = claim_load();  // a caller will wait for it sooner than for a write
     if (job.first != nullptr) {
       run_load(lock, job.first, job.second);
     } else if (const TicketPtr ticket = claim_write()) {
@@ -47,14 +47,14 @@ void HostEngine::work() {
 }
 
 void HostEngine::tell_released(Lock& lock) {
-  if (config_.tell_released == nullptr || released_.empty() || is_told_) {
+  if (config_.tell_released == nullptr || released_.empty() || is_notified_) {
     return;
   }
-  is_told_ = true;  // first: what is collected meanwhile resets it
+  is_notified_ = true;  // first: a concurrent `collect` resets it
   lock.unlock();
-  const bool is_told = config_.tell_released();
+  const bool is_notified = config_.tell_released();
   lock.lock();
-  is_told_ = is_told_ && is_told;
+  is_notified_ = is_notified_ && is_notified;
 }
 
 void HostEngine::run_write(Lock& lock, const TicketPtr& ticket) {
@@ -169,7 +169,7 @@ void HostEngine::release(KeepAlive* keep) {
 void HostEngine::hand_over(Released* released) {
   released->insert(released->end(), released_.begin(), released_.end());
   released_.clear();
-  is_told_ = false;
+  is_notified_ = false;
 }
 
 }  // namespace actckpt

@@ -9,8 +9,8 @@
 namespace actckpt {
 namespace {
 
-// Waking a worker takes longer than copying a few pages. Less than this waits for more to come, or for whoever
-// needs it written: `flush`, a put without room and a dropped source each see to it themselves.
+// Waking a worker takes longer than copying a few pages. Fewer bytes than this wait for more, or for whoever needs them
+// written: `flush`, a put without room, and a dropped source each start the copy themselves.
 constexpr std::size_t kWakeBytes = 256 << 10;
 
 void count_once(Load* load, std::uint64_t* counter) {
@@ -35,7 +35,7 @@ HostEngine::HostEngine(const HostConfig& config) : config_(config), window_(conf
     for (int i = 0; i < config.num_workers; ++i) {
       workers_.emplace_back(&HostEngine::work, this);
     }
-  } catch (const std::system_error& error) {  // the threads that there are do it, or callers
+  } catch (const std::system_error& error) {  // the existing threads do it, or callers
     stats_.last_error = format_errno(error.code().value());
   }
   stats_.num_workers = static_cast<int>(workers_.size());
@@ -206,7 +206,7 @@ void HostEngine::abandon_load(const TicketPtr& ticket) {
     return;
   }
   if (load->state == LoadState::kReading) {
-    stats_.graveyard_bytes += ticket->bytes;  // run_load gives `keep` back
+    stats_.graveyard_bytes += ticket->bytes;  // run_load releases `keep`
     return;
   }
   if (load->state == LoadState::kQueued) {
@@ -249,7 +249,7 @@ void HostEngine::drop(const TicketPtr& ticket, Released* released) noexcept {
     }
     stats_.kept_bytes -= ticket->out == OutState::kKept ? ticket->bytes : 0;
     if (ticket->out == OutState::kWriting) {
-      stats_.graveyard_bytes += ticket->bytes;  // run_write gives the source back
+      stats_.graveyard_bytes += ticket->bytes;  // run_write releases the source
     } else {
       release(&ticket->source);
     }
@@ -301,7 +301,7 @@ void HostEngine::limit_window(std::uint64_t bytes) {
   fork_guard_.check("limit_window");
   const Lock lock(mutex_);
   window_.limit(bytes);
-  done_.notify_all();  // whoever waits for room may have it
+  done_.notify_all();  // waiters for room may have it now
 }
 
 HostStats HostEngine::stats() const {

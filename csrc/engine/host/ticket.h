@@ -7,11 +7,10 @@
 //            `---------------> Cancelled         dropped before a thread began
 //   load: Queued -> Reading -> Ready | Failed    one destination; a ticket has at most one load
 //
-// A copy is in the engine's queue exactly while it is Queued: what ends before a thread begins it
-// leaves nothing behind there.
-// Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket,
-// or an abandoned load, whose copy is running is the graveyard: source, destination and stored
-// bytes stay until that copy has ended.
+// A copy is in the engine's queue exactly while it is Queued: what ends before a thread starts it leaves nothing
+// behind. Whoever moves Queued on (a worker or a caller) runs the copy, without the lock. A dropped ticket, or an
+// abandoned load, whose copy is running is the graveyard: source, destination and stored bytes stay until that copy has
+// ended.
 // Thread rule: every field but the const ones is guarded by the engine's mutex, except that the
 // thread which runs a copy reads `stored` and `dst` without it. Ownership: shared by handle and
 // jobs.
@@ -45,9 +44,9 @@ struct Load {
   std::byte* const dst;
   KeepAlive keep;
   LoadState state = LoadState::kQueued;
-  Loads::iterator queued;  // while it is
+  Loads::iterator queued;  // valid while queued
   std::exception_ptr error;
-  bool counted = false;  // in time or late: told once
+  bool counted = false;  // in time or late: counted once
 };
 
 struct Ticket {
@@ -59,9 +58,9 @@ struct Ticket {
   ByteStore* const store;
 
   OutState out = OutState::kQueued;
-  Writes::iterator queued;  // while it is
+  Writes::iterator queued;  // valid while queued
   KeepAlive source;         // null once released
-  bool wanted = false;      // source shall outlive its write: it was handed back or prefetched
+  bool wanted = false;      // the source must outlive its write: it was returned or prefetched
   bool dropped = false;
   int num_readers = 0;
   std::unique_ptr<StoredBytes> stored;

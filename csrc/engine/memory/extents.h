@@ -1,8 +1,8 @@
 // Free ranges of an address space, and how requests are cut from them.
 //
-// Contract: `take` succeeds whenever `free_bytes() >= bytes`: a request that no single range holds
-// is put together from several, largest first. Ranges of different regions never merge, so that no
-// range crosses a region's border. Every size and start is a multiple of kGranule.
+// Contract: `take` succeeds whenever `free_bytes() >= bytes`: a request that no single range fits is composed of
+// several, largest first. Ranges of different regions never merge, so no range crosses a region's border. Every size
+// and start is a multiple of kGranule.
 // Thread rule: none of its own; the owner locks. Ownership: numbers only, no memory.
 
 #pragma once

@@ -17,10 +17,10 @@ namespace {
 ssize_t read_own(std::byte* dst, const std::byte* src, std::size_t bytes) {
   const iovec to{dst, bytes};
   const iovec from{const_cast<std::byte*>(src), bytes};
-  return process_vm_readv(getpid(), &to, 1, &from, 1, 0);  // not a cached pid: there is fork
+  return process_vm_readv(getpid(), &to, 1, &from, 1, 0);  // not a cached pid: the process may have forked
 }
 
-// It must read what is there, and say so where nothing is.
+// It must read mapped memory, and report unmapped memory.
 std::string try_reading() {
   void* const page = mmap(nullptr, 2 * kGranule, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (page == MAP_FAILED) {

@@ -120,7 +120,7 @@ bool Pool::grow(std::size_t bytes, std::string* why) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const std::uint64_t wanted = round_up(bytes, kGranule);
     if (wanted <= extents_.free_bytes()) {
-      return true;  // another thread grew or gave back meanwhile
+      return true;  // another thread grew or trimmed meanwhile
     }
     slab_bytes = growth_bytes(wanted - extents_.free_bytes());
   }
@@ -179,7 +179,7 @@ std::uint64_t Pool::trim() {
     }
     stats_.pool_bytes -= bytes;
   }
-  return bytes;  // `unused` unmaps after the locks of the fast path are free
+  return bytes;  // `unused` unmaps after the fast path's locks are released
 }
 
 PoolStats Pool::stats() const {

@@ -5,9 +5,10 @@
 //  - The slabs together never exceed the limit. `allocate` fails only when limit or system refuse.
 //  - Free extents are used before the pool grows, whatever their sizes, so the pool is at most the
 //    peak of stored bytes (tails rounded up to 4 KiB) plus one growth step.
-//  - The pool grows by max(slab_bytes, growth_percent of itself), less where the limit is nearer; a
-//    request above that gets a slab of its size.
-//  - If the registrar refuses a slab, the limit becomes the present size.
+//  - The pool grows by max(slab_bytes, growth_percent of itself), or less close to the limit; a larger request gets a
+//    slab
+//    of its size.
+//  - If the registrar refuses a slab, the limit becomes the current size.
 // Thread rule: every call from any thread. Giving a block back takes a leaf lock and makes no
 // system call; growing and trimming map memory outside that lock.
 // Ownership: a Block returns its extents on destruction and must not outlive its pool.

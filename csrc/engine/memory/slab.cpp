@@ -39,7 +39,7 @@ Slab::Slab(std::size_t bytes, SlabRegistrar* registrar)
     throw HostPoolFullError("cannot map " + format_bytes(bytes) + " of host memory: " + format_errno(errno) +
                             ". Lower host_limit or free memory.");
   }
-  // Advice only: a kernel without one of these still gives right bytes.
+  // Advice only: a kernel without one of these is still correct.
   madvise(data_, bytes_, MADV_HUGEPAGE);
   madvise(data_, bytes_, MADV_DONTFORK);
   madvise(data_, bytes_, MADV_DONTDUMP);

@@ -1,9 +1,9 @@
-// What the event protocol asks of a device: streams, events, copies. Nothing else.
+// The device operations that the event protocol uses: streams, events, copies.
 //
-// Contract: streams and events mean what CUDA's mean: a stream runs its work in order; `wait` makes
-// the stream's later work wait for what the event had captured when it was recorded. No call blocks
-// until device work is done. A call that fails throws DeviceError naming the call and its code;
-// what it had begun is then unknown. Destroying an Event makes no device call.
+// Contract: streams and events have CUDA semantics: a stream runs its work in order; `wait` makes the stream's later
+// work wait for what the event captured when it was recorded. No call blocks until device work is done. A call that
+// fails throws DeviceError naming the call and its code; the state of what it had started is then unknown. Destroying
+// an Event makes no device call.
 // Thread rule: the engine serialises its calls. Ownership: events are shared; streams live as long
 // as the backend.
 
@@ -39,8 +39,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // Makes the device's context current in this thread until `leave`; scopes nest. All calls but these two are made
-  // inside of one, of `passed` and `seconds_between` also outside.
+  // Makes the device's context current in this thread until `leave`; scopes nest. All other calls are made inside a
+  // scope; `passed` and `seconds_between` also outside.
   virtual void enter(int device) = 0;
   virtual void leave(int device) noexcept = 0;
 
@@ -52,8 +52,7 @@ class Backend {
   virtual void copy_out(Stream stream, const Segment& host, std::uintptr_t src) = 0;
   virtual void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) = 0;
 
-  // For figures only: an event that knows its time, null where the device has none; and the time
-  // between two that have passed.
+  // For statistics only: an event with a time, null if the device has none; and the time between two that have passed.
   virtual EventPtr record_timed(Stream stream) {
     (void)stream;
     return nullptr;

@@ -74,7 +74,7 @@ Put DeviceEngine::begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPt
   fly.flight_bytes += ticket->bytes;
   stats_.peak_inflight_bytes = std::max(stats_.peak_inflight_bytes, fly.bytes());
   if (outcome != PutOutcome::kTaken) {
-    return {outcome, nullptr, true};  // some pieces are on their way already
+    return {outcome, nullptr, true};  // some pieces are being copied already
   }
   launch(ticket);
   shrink_window(stream, releases);
@@ -135,7 +135,7 @@ PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket*
   return PutOutcome::kKeptFull;
 }
 
-// False if every buffer is stuck: then nothing is to be waited for.
+// False if every buffer is stuck: then waiting is useless.
 bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket) {
   const Stream out = backend_->side(ticket->device, Side::kOut);
   if (config_.rules.write_out_waits_for_stream) {
@@ -171,7 +171,7 @@ void DeviceEngine::wake() {
   }
 }
 
-// The calls of others may run meanwhile.
+// Calls of other threads may run meanwhile.
 void DeviceEngine::pause(Lock& lock) {
   if (pause_ != nullptr) {
     pause_(lock);
@@ -204,7 +204,7 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
     return {GotKind::kSource, flight->keep, false};
   }
   const std::optional<DeviceScope> scope = entered(stream.device);
-  settle(releases);  // also before a load: what it allocates finds room where a source was
+  settle(releases);  // also before a load: what it allocates may fit where a source was
   check_working("get");
   return get_landing(ticket.get(), stream, releases);
 }
@@ -241,7 +241,7 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
     }
   }
   add_use(&landing->waited, stream);
-  const bool is_away = !(stream == landing->home);  // at home the allocator orders the next owner itself
+  const bool is_away = !(stream == landing->home);  // at home the allocator orders the next owner
   return {GotKind::kDestination, landing->keep, is_away && config_.rules.record_stream_on_destinations};  // line 10
 }
 
@@ -257,7 +257,7 @@ void DeviceEngine::wait(const DeviceTicketPtr& ticket) {
       spills_.advance();
     }
     if (landing != nullptr) {
-      landing->is_prefetch = false;  // asked for before it was there
+      landing->is_prefetch = false;  // requested before it was there
     }
   } catch (const DeviceError& error) {
     fail("get", error);

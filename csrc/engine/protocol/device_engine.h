@@ -3,15 +3,16 @@
 // Contract: put, get, load, drop are the lines of README.md here; comments cite them. D, H and U
 // are the device's write-out, load and urgent-load streams, S the stream that is current in the
 // calling thread. Pinned memory comes first; where it is full, the tier below it.
-// No call waits for the device or a worker but `put` with `must`, where bounce buffers are short,
-// and `wait`, which are counted, and `finish`.
+// Only three calls wait for the device or a worker: `put` with `must`, if bounce buffers are short, `wait` (both are
+// counted), and `finish`.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
-//  - What is held on a device only because a copy runs (sources, and destinations that nobody
-//    read) exceeds the window (window.h) by at most one tensor.
-//  - After a failed device call nothing is recycled any more: put keeps, get of what is not on the
-//    device raises, and what may be in use stays allocated (line 15).
+//  - What is held on a device only because a copy runs (sources, and destinations that nobody reads) exceeds the window
+//    (window.h) by at most one tensor.
+//  - After a failed device call nothing is reused any more: put keeps, get of what is not on the device raises, and
+//    what
+//    may be in use stays allocated (line 15).
 // Thread rule: any thread; calls are serialised. `drop` never waits and makes no device call; it
 // may run in the garbage collector. No lock is held while references are dropped: the caller does
 // that. `advance` is for workers: it hands nothing back.
@@ -72,9 +73,9 @@ struct DeviceTicket {
 };
 using DeviceTicketPtr = std::shared_ptr<DeviceTicket>;
 
-// kKeptFull: nothing has room. kKeptBusy: no bounce buffer is free now, and the caller does not
-// want to wait. kKeptBehind: copies lag by a window, likewise. kKeptStranded: a device call of this
-// put failed; the copy may be running. kKeptFailed: an earlier call failed.
+// kKeptFull: nothing has room. kKeptBusy: no bounce buffer is free, and the caller must not wait. kKeptBehind: copies
+// lag by a window, likewise. kKeptStranded: a device call of this put failed; the copy may be running. kKeptFailed: an
+// earlier call failed.
 enum class PutOutcome { kTaken, kKeptCapturing, kKeptFull, kKeptBusy, kKeptBehind, kKeptFailed, kKeptStranded };
 
 struct Put {
@@ -101,7 +102,7 @@ struct DeviceConfig {
 struct Below {
   std::shared_ptr<Tier> tier;          // null: nothing
   SlabRegistrar* registrar = nullptr;  // pins bounce buffers; must outlive the engine
-  std::function<void()> wake;          // something is on its way: call `advance` until it is not
+  std::function<void()> wake;          // a copy is pending: call `advance` until it returns false
 };
 
 struct DeviceStats {
@@ -113,7 +114,7 @@ struct DeviceStats {
   std::uint64_t graveyard_bytes = 0;
   std::uint64_t stranded_bytes = 0;  // line 15
   std::uint64_t num_live = 0;
-  std::uint64_t window_bytes = 0;  // most that may be in flight now
+  std::uint64_t window_bytes = 0;  // current maximum of in-flight bytes
   std::uint64_t num_revived = 0;
   std::uint64_t num_early_releases = 0;
   std::uint64_t num_kept_full = 0;
@@ -125,7 +126,7 @@ struct DeviceStats {
   std::uint64_t tier_bytes = 0;  // of live tickets
   std::uint64_t peak_tier_bytes = 0;
   std::uint64_t bounce_bytes = 0;    // pinned for bounce buffers
-  std::uint64_t num_prefetched = 0;  // reloads that were on their way when asked for
+  std::uint64_t num_prefetched = 0;  // reloads that had started before the get
   std::uint64_t num_late = 0;        // waits of kLateSeconds or more
   double stall_seconds = 0.0;        // of streams and callers
   std::uint64_t num_host_waits = 0;  // of puts with `must`
@@ -137,26 +138,26 @@ struct DeviceStats {
 class DeviceEngine {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  // How a caller waits: returns soon, whether or not anything has changed. Null: sleeps until a
-  // worker has moved something on. Tests drive a simulated machine here.
+  // How a caller waits: returns soon, whether or not anything changed. Null: sleeps until a worker has made progress.
+  // Tests drive a simulated machine here.
   using Pause = std::function<void(Lock&)>;
 
   DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
                Below below = {}, Pause pause = nullptr);
 
-  // Copies bytes at `src` away; `must`: waits for a bounce buffer, and goes on where copies lag. Takes `keep` only if
-  // the result says so.
+  // Copies the bytes at `src` out; `must`: waits for a bounce buffer, and proceeds even if copies lag. Takes `keep`
+  // only if the result says so.
   Put put(std::uintptr_t src, std::uint64_t bytes, Stream stream, KeepAlive keep, bool must, Releases* releases);
 
   // Another stream of the program uses the ticket's source (line 2). False if it was released already: then the caller
-  // does for that stream what it does for a Release.
+  // treats that stream as for a Release.
   bool use(const DeviceTicketPtr& ticket, Stream stream);
 
-  // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again. kBusy:
-  // `wait`, get again. Throws what a fetch left, once: the next load tries again.
+  // Lines 7-10. kNeedsLoad: allocate on `stream`, `load` with urgent = true, get again. kBusy: `wait`, get again.
+  // Throws the error of a failed fetch, once: the next load tries again.
   Got get(const DeviceTicketPtr& ticket, Stream stream, Releases* releases);
 
-  // Until the ticket's load is in its stream's hands, or failed.
+  // Waits until the ticket's load was issued to its stream, or failed.
   void wait(const DeviceTicketPtr& ticket);
 
   // Line 11. `dst` was allocated on stream `allocated_on`. False, and `keep` is not taken, if
@@ -164,29 +165,29 @@ class DeviceEngine {
   bool load(const DeviceTicketPtr& ticket, Stream allocated_on, std::uintptr_t dst, KeepAlive keep, Side side,
             Releases* releases);
 
-  // Line 14: lets go of the destination; the bytes stay where they are.
+  // Line 14: releases the destination; the bytes stay where they are.
   void unload(const DeviceTicketPtr& ticket, Releases* releases);
 
   // Lines 12, 13, 19. Idempotent.
   void drop(const DeviceTicketPtr& ticket, Releases* releases) noexcept;
 
-  // Releases what has passed.
+  // Releases sources and destinations of finished copies.
   void poll(Releases* releases);
 
-  // Moves on what workers have finished; true while anything is on its way. Called by workers.
+  // Continues what workers have finished; true while any copy is pending. Called by workers.
   bool advance() noexcept;
 
-  // Waits for all copies, so that their memory may go, and hands back what they held. The last call of all, when no
+  // Waits for all copies, so that their memory may be freed, and returns what they held. The last call of all, when no
   // worker is left.
   void finish(Releases* releases) noexcept;
 
-  // No device call from now on; whoever waits is told.
+  // No device call from now on; waiters are notified.
   void close() noexcept;
 
-  // Line 6, on its own: `stream` waits for what is in flight beyond the window.
+  // Line 6 on its own: `stream` waits for in-flight copies beyond the window.
   void make_room(Stream stream, Releases* releases);
 
-  // What is in flight stays below this from now on; kFollowsSizes: the window of the settings.
+  // Limits in-flight bytes from now on; kFollowsSizes: the window of the settings.
   void limit_window(std::uint64_t bytes);
 
   DeviceStats stats();

@@ -1,5 +1,4 @@
-// The half of DeviceEngine that lets go: of sources, destinations and tickets, in time and no
-// earlier.
+// The half of DeviceEngine that releases sources, destinations and tickets: in time, and no earlier.
 
 #include <algorithm>
 #include <utility>
@@ -10,8 +9,8 @@
 
 namespace actckpt {
 
-// Whether copies lag: bytes whose source is ready but whose copy has not ended fill the window.
-// Bytes whose source is not even written say nothing: the host merely runs ahead (trap 11).
+// Whether copies lag: bytes whose source is ready but whose copy has not ended fill the window. Bytes whose source is
+// not written yet do not count: the host merely runs ahead (trap 11).
 bool DeviceEngine::lags(int device, std::uint64_t bytes) {
   const Fly& fly = fly_[device];
   if (fly.bytes() + bytes <= window_.bytes() || fly.flights.empty()) {
@@ -27,7 +26,7 @@ bool DeviceEngine::lags(int device, std::uint64_t bytes) {
   return backlog > window_.bytes();
 }
 
-// Line 6: beyond the window the stream, not the host, waits, and the oldest sources go at once.
+// Line 6: beyond the window the stream waits, not the host, and the oldest sources are released at once.
 void DeviceEngine::shrink_window(Stream stream, Releases* releases) {
   Fly& fly = fly_[stream.device];
   std::uint64_t left = fly.bytes();
@@ -66,8 +65,8 @@ void DeviceEngine::make_room(Stream stream, Releases* releases) {
   }
 }
 
-// Nobody reads a destination in its grave: only its next owner, on the stream it was allocated on,
-// has to wait for the copy into it.
+// Nobody reads a destination in its grave. Only its next owner, on the stream it was allocated on, must wait for the
+// copy into it.
 void DeviceEngine::shrink_graves(Fly* fly, Releases* releases) {
   while (fly->bytes() > window_.bytes() && !fly->graves.empty()) {
     const Grave oldest = fly->graves.front();
@@ -109,7 +108,7 @@ void DeviceEngine::drop(const DeviceTicketPtr& ticket, Releases* releases) noexc
     const std::lock_guard<std::mutex> lock(dropped_mutex_);
     dropped_.push_back(ticket);
   }
-  // Whoever holds `calls_` may be in the middle of device calls: then the next call buries it.
+  // The holder of `calls_` may be in the middle of device calls: then the next call buries it.
   const Lock lock(calls_, std::try_to_lock);
   if (lock.owns_lock()) {
     bury_dropped(releases);
@@ -129,8 +128,7 @@ void DeviceEngine::bury_dropped(Releases* releases) {
   }
 }
 
-// Lines 12, 13, 19. The flight stays in fly_ until its copy has passed; it counts toward the
-// window.
+// Lines 12, 13, 19. The flight stays in fly_ until its copy has passed; it counts toward the window.
 void DeviceEngine::bury(DeviceTicket* ticket, Releases* releases) {
   --stats_.num_live;
   window_.remove(ticket->bytes);
@@ -284,7 +282,8 @@ void DeviceEngine::check_working(const char* what) const {
   }
 }
 
-// One scope for all that a call does on a device: each costs calls of the driver. None once the engine has failed.
+// One scope for everything that a call does on a device: each scope costs driver calls. None once the engine has
+// failed.
 std::optional<DeviceScope> DeviceEngine::entered(int device) {
   if (failed_) {
     return std::nullopt;

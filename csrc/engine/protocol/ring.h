@@ -1,9 +1,8 @@
 // Bounce buffers: a bounded set of pinned buffers of one size, in stream order.
 //
-// Contract: `give` takes a buffer with the events that its owner left in it; whoever takes it next
-// waits for those: a stream in its own order (`take`), a worker by having the host see them pass
-// (`take_passed`). The memory is mapped and pinned at the first take; where that is refused, the
-// ring stays empty for good.
+// Contract: `give` takes a buffer with the events that its owner left in it. Its next owner waits for those: a stream
+// in its own order (`take`), a worker after the host has seen them pass (`take_passed`). The memory is mapped and
+// pinned at the first take; if that is refused, the ring stays empty.
 // Thread rule: the owner serialises. Ownership: owns the memory; buffers taken must not outlive it.
 
 #pragma once

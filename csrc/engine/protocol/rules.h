@@ -1,6 +1,6 @@
-// The rules of the event protocol by name, so that a test can leave one out and watch it fail.
+// The rules of the event protocol by name, so that a test can disable one and watch the protocol fail.
 //
-// Contract: all on, always, but in the mutation test. Thread rule, ownership: a value.
+// Contract: all are on, except in the mutation test. Thread rule, ownership: a value.
 
 #pragma once
 
@@ -19,11 +19,11 @@ struct ProtocolRules {
   bool source_outlives_dropped_ticket = true;     // line 13
   bool unread_prefetch_outlives_copy = true;      // line 13
   bool home_waits_for_early_grave = true;         // line 13
-  // Lines 16-19: what passes through bounce buffers.
+  // Lines 16-19: copies through bounce buffers.
   bool bounce_owner_waits = true;           // 16: D waits for the buffer's last events
   bool drain_waits_for_write_out = true;    // 17: a worker reads only what D has written
   bool bounce_waits_for_drain = true;       // 17: the buffer is kept until the tier has the bytes
-  bool failed_drain_keeps_bytes = true;     // 17: where the write failed, the buffer has them
+  bool failed_drain_keeps_bytes = true;     // 17: after a failed write, the buffer has them
   bool fill_waits_for_bounce = true;        // 18: a worker writes only what H has read
   bool reload_waits_for_fill = true;        // 18: H copies only what a worker has filled
   bool place_outlives_dropped_haul = true;  // 19: a tier's space is kept while a worker is in it

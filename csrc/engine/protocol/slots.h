@@ -1,12 +1,10 @@
 // Host slots in stream order: a pool whose blocks may still be in use by device copies.
 //
-// Contract: `give` takes a slot with the last events of its owner (protocol line 12); `take`
-// returns a slot and every event its copies must wait for (line 3). Slots whose events have passed
-// are used first, then slots still in use, oldest first, and only then does the pool grow: so a
-// host that runs ahead of the device does not double the pool.
-// NOTE [Unpassed fences]: a slot given back is cut anew, so a later owner may hold parts of
-// several. Every owner therefore waits for all fences of reused slots that have not been seen to
-// pass.
+// Contract: `give` takes a slot with the last events of its owner (protocol line 12); `take` returns a slot and every
+// event that its copies must wait for (line 3). Slots whose events have passed are used first, then slots still in use,
+// oldest first; only then does the pool grow. So a host that runs ahead of the device does not double the pool.
+// NOTE [Unpassed fences]: a returned slot is cut anew, so a later owner may hold parts of several. Every owner
+// therefore waits for all fences of reused slots that have not been seen to pass.
 // Thread rule: the owner serialises. Ownership: owns slots given back.
 
 #pragma once
@@ -33,7 +31,8 @@ class Slots {
   Slots(std::shared_ptr<Pool> pool, Backend* backend, const ProtocolRules& rules)
       : pool_(std::move(pool)), backend_(backend), rules_(rules) {}
 
-  // Empty when the pool refuses. Throws DeviceError if a query fails. What has passed is used again if `settle` saw it.
+  // Empty if the pool refuses. Throws DeviceError if a query fails. Passed slots are reused once `settle` has seen
+  // them.
   std::optional<Block> take(std::size_t bytes, Fences* fences);
   void give(Block slot, Fences fences);
 

@@ -1,17 +1,15 @@
 // Device bytes below pinned memory: pieces that pass through bounce buffers, each way.
 //
-// Contract: lines 16-19 of the protocol (README.md here), the half of DeviceEngine that has workers
-// in it. A tensor is cut into pieces of one bounce buffer each.
+// Contract: lines 16-19 of the protocol (README.md here), the half of DeviceEngine that involves workers. A tensor is
+// cut into pieces of one bounce buffer each.
 // NOTE [Piece states]
 //
 //   Cut -> InBounce -> Draining -> Stored     the tier has the bytes, the buffer is free
 //                         `------> Stuck      the write failed: the buffer keeps them
 //
-// A piece that is not stored is reloaded straight from its buffer. A stored one is fetched: a
-// worker fills a buffer of the other ring, then H copies. Reloads have a ring of their own, so that
-// pieces stuck in theirs never block one.
-// `advance` moves everything on that can move; it never waits. Whoever waits calls it again and
-// again.
+// A piece that is not stored is reloaded straight from its buffer. A stored one is fetched: a worker fills a buffer of
+// the other ring, then H copies. Reloads have their own ring, so that stuck pieces never block one.
+// `advance` continues everything that can proceed; it never waits. Waiters call it repeatedly.
 // Thread rule: DeviceEngine serialises. Ownership: owns both rings; places belong to their pieces.
 
 #pragma once
@@ -39,12 +37,12 @@ struct Landing {
   KeepAlive keep = nullptr;
   Stream home{0, 0};            // the stream it was allocated on
   Stream in{0, 0};              // the side stream that loads it
-  EventPtr h2d;                 // of the last copy begun; null before the first
+  EventPtr h2d;                 // of the last copy issued; null before the first
   Uses waited;                  // streams that wait for h2d
-  std::size_t num_missing = 0;  // pieces whose copy has not begun
+  std::size_t num_missing = 0;  // pieces whose copy was not issued yet
   HaulError error;              // of a fetch that failed
   bool is_abandoned = false;
-  bool is_prefetch = false;  // not yet asked for when it was begun
+  bool is_prefetch = false;  // not requested yet when it was started
 };
 using LandingPtr = std::shared_ptr<Landing>;
 
@@ -66,13 +64,13 @@ using Pieces = std::vector<PiecePtr>;
 
 struct SpillSettings {
   std::size_t buffer_bytes = std::size_t{4} << 20;
-  std::size_t num_out_buffers = 0;  // 0: nothing passes to the tier
+  std::size_t num_out_buffers = 0;  // 0: nothing goes to the tier
   std::size_t num_in_buffers = 0;
 };
 
 struct SpillCounts {
   std::uint64_t num_failed_drains = 0;
-  std::uint64_t num_full_drains = 0;  // of these: the disk has no room
+  std::uint64_t num_full_drains = 0;  // of these: the disk was full
   std::uint64_t num_failed_fills = 0;
   std::uint64_t stuck_bytes = 0;  // in bounce buffers because their write failed
   std::string last_error;
@@ -83,28 +81,28 @@ class Spills {
   Spills(Backend* backend, const SpillSettings& settings, const ProtocolRules& rules, std::shared_ptr<Tier> tier,
          SlabRegistrar* registrar);
 
-  // There is a tier, and both rings are mapped and pinned, if need be just now.
+  // There is a tier, and both rings are mapped and pinned, if necessary just now.
   bool is_ready() { return tier_ != nullptr && out_ring_.num_buffers() > 0 && in_ring_.num_buffers() > 0; }
 
-  // Cuts a tensor into pieces with space in the tier; empty if it has none.
+  // Cuts a tensor into pieces with space in the tier; empty if the tier is full.
   Pieces cut(std::uint64_t bytes);
 
   // How many buffers a write-out could take without waiting.
   std::size_t num_free_buffers() { return out_ring_.num_free(); }
 
-  // Line 16. False if no buffer is free. `out` waits for the source already.
+  // Line 16. False if no buffer is free. `out` already waits for the source.
   bool write_out(const PiecePtr& piece, Stream out, std::uintptr_t src);
 
-  // Line 18: begins to load all pieces; `landing->in` waits for the destination already.
+  // Line 18: starts to load all pieces; `landing->in` already waits for the destination.
   void load(const Pieces& pieces, const LandingPtr& landing, std::uintptr_t dst, bool urgent);
 
-  // What is still to be fetched for `landing` comes first from now on.
+  // Pending fetches for `landing` come first from now on.
   void hurry(const Landing* landing);
 
   // Line 19. Makes no device call.
   void drop(Pieces* pieces);
 
-  // Throws DeviceError. True while something is on its way.
+  // Throws DeviceError. True while any copy is pending.
   bool advance();
   bool is_busy() const { return !writing_.empty() || !draining_.empty() || is_fetching(); }
   bool is_fetching() const { return !fetches_.empty() || !fetching_.empty(); }

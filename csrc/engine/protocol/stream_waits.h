@@ -1,4 +1,4 @@
-// Waits of streams, measured without anybody waiting for a figure.
+// Durations of stream waits, measured without blocking anyone.
 //
 // Contract: a wait is measured by a pair of events around it, read once both have passed.
 // Thread rule: the owner serialises. Ownership: shares the events.
@@ -18,7 +18,7 @@ class StreamWaits {
   // `stream` waits for `event`.
   void wait(Backend* backend, Stream stream, const EventPtr& event);
 
-  // Adds up what has passed; returns the seconds, and how many waits were late.
+  // Adds up the waits that have passed; returns the seconds, and how many were late.
   struct Sum {
     double seconds = 0.0;
     std::uint64_t num_late = 0;

@@ -1,10 +1,9 @@
-// A place below pinned memory, which only workers reach, through bounce buffers.
+// A storage tier below pinned memory, which workers access through bounce buffers.
 //
-// Contract: `reserve` gives space or null, without waiting. `drain` copies a bounce buffer into
-// reserved space, `fill` copies it back; both begin in the background and return at once. Until
-// `ended()`, buffer and space are in use; then `error()` is none or says why the destination holds
-// nothing. `urgent` hauls are begun before others.
-// Thread rule: the engine serialises calls, and asks `ended` from any thread. Ownership: space is
+// Contract: `reserve` returns space or null, without waiting. `drain` copies a bounce buffer into reserved space,
+// `fill` copies it back; both start in the background and return at once. Until `ended()`, buffer and space are in use;
+// then `error()` is none, or says why the destination holds nothing. `urgent` hauls are started before others.
+// Thread rule: the engine serialises calls, and calls `ended` from any thread. Ownership: space is
 // given back when its last PlacePtr goes, without blocking.
 
 #pragma once
@@ -21,7 +20,7 @@ class Place {
 };
 using PlacePtr = std::shared_ptr<Place>;
 
-// What went wrong in a worker: a value, since whoever is told throws in another thread.
+// The error of a worker: a value, since it is thrown in another thread.
 struct HaulError {
   enum Kind { kNone, kFull, kFailed };
   Kind kind = kNone;

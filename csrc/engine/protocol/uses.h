@@ -1,4 +1,4 @@
-// Which streams use the bytes of a ticket: what both halves of DeviceEngine ask of them.
+// Which streams use the bytes of a ticket; for both halves of DeviceEngine.
 
 #pragma once
 

@@ -11,7 +11,7 @@ namespace {
 
 class WorkerHaul : public Haul {
  public:
-  // Begins `copy` in a worker.
+  // Starts `copy` in a worker.
   template <typename Copy>
   static HaulPtr begin(Workers* workers, bool urgent, Copy copy) {
     auto haul = std::make_shared<WorkerHaul>();

@@ -1,6 +1,6 @@
 // The tier below pinned memory: the spill file.
 //
-// Contract: as Tier. A write that fails leaves the error in its haul, and the bytes where they were.
+// Contract: as Tier. A failed write leaves the error in its haul, and the bytes where they were.
 // Thread rule: as Tier; copies run in the workers' threads. Ownership: places share the file.
 
 #pragma once

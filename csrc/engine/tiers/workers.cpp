@@ -11,7 +11,7 @@
 namespace actckpt {
 namespace {
 
-// How often events are asked for: soon after something began, then less and less.
+// Pause between event queries: short after something started, then longer and longer.
 constexpr std::chrono::microseconds kFirstPause{50};
 constexpr std::chrono::microseconds kLongestPause{500};
 
@@ -40,7 +40,7 @@ void Workers::start(const Lock&) {
                         " that configure(num_workers=...) asks for: " + format_errno(error.code().value()) +
                         ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
     }
-    is_refused_ = true;  // those that there are do it all
+    is_refused_ = true;  // the existing ones do all of it
   }
 }
 
@@ -88,7 +88,7 @@ void Workers::work() {
     if (Job job = take_job()) {
       lock.unlock();
       job();
-      job = nullptr;  // what it holds goes without the lock
+      job = nullptr;  // releases its captures without the lock
       progress_();
       lock.lock();
     } else if (is_awake_ && !is_watched_) {
@@ -99,7 +99,7 @@ void Workers::work() {
   }
 }
 
-// Asks for events until nothing is on its way, or a job turns up for this thread alone.
+// Queries events until no copy is pending, or a job turns up for this thread alone.
 void Workers::watch(Lock& lock) {
   is_watched_ = true;
   auto pause = kFirstPause;
@@ -116,7 +116,7 @@ void Workers::watch(Lock& lock) {
   }
   is_watched_ = false;
   if (is_awake_) {
-    changed_.notify_one();  // somebody else may watch
+    changed_.notify_one();  // another thread may watch
   }
 }
 

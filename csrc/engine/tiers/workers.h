@@ -1,12 +1,13 @@
 // Threads that copy between bounce buffers and the tiers below pinned memory.
 //
-// Contract: jobs are begun in the order given, urgent ones first. After each job, and again and
-// again from `wake` on until it answers false, one of the threads calls `progress`: device events
-// are noticed that way without anybody waiting for them. Threads start with the first job or wake.
-// With no threads, `run_one` runs the jobs: for tests. `stop` joins and drops what was not begun.
-// Thread rule: any thread; `submit` and `wake` take a leaf lock. `progress` is called with no lock
-// held. Jobs must not throw. Where the system refuses threads, those that it gave do all; `submit` and
-// `wake` throw EngineError where it gave none. Ownership: owns its threads.
+// Contract: jobs are started in order, urgent ones first. After each job, and repeatedly from `wake` on until it
+// returns false, one of the threads calls `progress`: this notices device events without anybody waiting for them.
+// Threads start with the first job or wake. With no threads, `run_one` runs the jobs: for tests. `stop` joins and drops
+// jobs that were not started.
+// Thread rule: any thread; `submit` and `wake` take a leaf lock. `progress` is called with no lock held. Jobs must not
+// throw. If the system refuses threads, the granted ones do all; `submit` and `wake` throw EngineError if it granted
+// none.
+// Ownership: owns its threads.
 
 #pragma once
 
@@ -60,9 +61,9 @@ class Workers {
   std::deque<Job> urgent_;
   std::deque<Job> jobs_;
   bool is_stopped_ = false;
-  bool is_refused_ = false;  // the system has no more threads for us
+  bool is_refused_ = false;  // the system grants no more threads
   bool is_watched_ = false;  // a thread is in `watch`
-  bool is_awake_ = false;    // something is on its way
+  bool is_awake_ = false;    // a copy is pending
   std::vector<std::thread> threads_;
 };
 

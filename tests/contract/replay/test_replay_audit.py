@@ -1,4 +1,4 @@
-"""Rule 6: kernels that write behind the dispatcher's back never give a wrong gradient, from the first step on."""
+"""Audits: kernels that write behind the dispatcher never give a wrong gradient, from the first step on."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from actckpt._replay.replay_graph import ReplayGraph
 
 
 def default_order(graph: ReplayGraph) -> list[int]:
-    """Return the steps in the order of NOTE [ Order ]."""
+    """Return the steps in the built-in order."""
     return _C.default_order(graph.reads, graph.makes, graph.nbytes, graph.target, graph.retained)
 
 
@@ -114,7 +114,7 @@ def _branching_graph(rng: random.Random, num_steps: int) -> ReplayGraph:
 
 
 def _depth_first(graph: ReplayGraph) -> list[int]:
-    """Return the order that the rule of NOTE [ Order ] gives, said as a recursion."""
+    """Return the order that the rule of `schedule` gives, as a recursion."""
     makers = graph.maker()
     result = [sum(graph.nbytes[value] for value in made) for made in graph.makes]
 

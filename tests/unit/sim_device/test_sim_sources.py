@@ -25,7 +25,7 @@ _FREED: dict[str, Callable[[torch.Tensor], Any]] = {
     "freed by its old name": lambda h: h._typed_storage()._resize_(0),
     "made smaller": lambda h: h.untyped_storage().resize_(64),
 }
-#: C++ does not wait (Rule 3). The last two have a version counter of their own: what was saved is as it was.
+#: C++ does not wait (NOTE [ Sources ]). The last two have a version counter of their own: what was saved is as it was.
 _ENLARGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "resize_": (lambda h: h.resize_(2 * NUM_VALUES), "raises"),
     "out=": (lambda h: torch.ones(2 * NUM_VALUES, out=h, device="sim"), "raises"),
