@@ -16,7 +16,7 @@ from actckpt._core.region_report import Figures
 from actckpt._offload.owned_memory import keep_in_place
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
 from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
-from actckpt._replay.audit import Site, site_of_call
+from actckpt._replay.call_sites import Site, site_of_call
 from actckpt._replay.calls import RegionOptions, run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._rerun.packed import held_inputs

@@ -16,7 +16,7 @@ from actckpt._core import torch_private
 from actckpt._core.functions import check_runs_when_called
 from actckpt._core.region_report import Figures, Report, explained
 from actckpt._replay.active_region import OpenRegion
-from actckpt._replay.audit import caller_of
+from actckpt._replay.call_sites import caller_of
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 from actckpt.action import Action

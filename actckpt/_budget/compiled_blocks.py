@@ -14,7 +14,7 @@ from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import modes, torch_private
 from actckpt._core.storages import tensors_in
 from actckpt._options import CheckpointOptions
-from actckpt._replay.audit import site_of_call
+from actckpt._replay.call_sites import site_of_call
 
 __all__ = ["is_compiled", "run_compiled"]
 

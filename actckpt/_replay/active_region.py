@@ -29,7 +29,7 @@ from actckpt._core.hooks import get_all_leaves
 from actckpt._core.region_report import Figures
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Session
 from actckpt._replay import saved_tensor_hooks
-from actckpt._replay.audit import Site, site_of
+from actckpt._replay.call_sites import Site, site_of
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 from actckpt._replay.recorder import Recorder, WatchingRecorder
@@ -87,7 +87,7 @@ class OpenRegion:
 
     Args:
         choice: the policy.
-        caller: the call site, or an object that identifies it; see `audit.site_of`.
+        caller: the call site, or an object that identifies it; see `call_sites.site_of`.
         figures: receives the numbers for the report.
         respects_hooks: the hooks active at opening get the bytes of kept values too, not only of inputs.
         arguments: arguments of the wrapped call, which can run again; None: the region wraps arbitrary code.

@@ -1,295 +1,137 @@
-"""Audits: a checksum of every dropped tensor, until its place in a structure has come back right once.
+"""Audits: checksums of dropped tensors, compared with what replay brings back.
 
 NOTE [ Audit ]
 
-Kernels that the dispatcher does not see can write where no recorder looks: what replay makes is then not what the
-forward had. So, the first time that a place in a structure runs, the tensor saved there leaves a checksum,
-computed on its device and not read in forward. Unpack compares. On a mismatch the original is used, with a warning,
-where the store had room for it and no meter counted the step on the device. Else one error lists every tensor of the
-region that came back wrong. Either way these places are opaque from then on: kept.
+Kernels that the dispatcher does not see can write memory that the recorder does not see. Replay then makes other bytes
+than the forward had. So the first time that a place runs, the tensor that is saved there leaves a checksum, which its
+device computes and the forward does not read. Unpack compares.
 
-A *structure* is the sequence of operators, shapes and dtypes that a call site has run so far, as a hash; a *place* is
-a structure and how many tensors were saved in it. The call site of a function that is decorated or checkpointed is that
-function, with the functions and modules that it was given. Elements are compared, not storages: memory between them
-that nothing ever wrote does not count (`checksums`). What may be kept when its region closes, since recomputing it
-would hold more bytes, leaves its checksum then, or before it is overwritten, if it is dropped after all.
+On a mismatch the original is used, with a warning, if the store had room for it and no meter counted the step on the
+device. Otherwise one error lists every tensor of the region that came back wrong. In both cases these places are opaque
+from then on: their values are kept.
+
+A *structure* is a hash of the operators, shapes and dtypes that a call site has run so far. A *place* is a structure
+and the number of tensors that were saved in it. Elements are compared, not storages: memory between elements that
+nothing wrote does not count. A candidate (csrc/record/candidates.h) leaves its checksum when it is dropped or
+overwritten.
 """
 
 import functools
-import hashlib
-import os
-import threading
-import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from actckpt import _C
+from actckpt._C import EngineError
 from actckpt._core import devices, torch_private
-from actckpt._core.functions import contents_of
-from actckpt._core.sites import module_name, warn_user
+from actckpt._core.sites import warn_user
 from actckpt._replay.checksums import checksum
-from actckpt._replay.named_operators import Matches
+from actckpt._replay.lineage import Handle
+from actckpt._replay.paused import Paused
+from actckpt._replay.tape import Tape
 from actckpt.errors import AuditError
 
-__all__ = [
-    "Site",
-    "caller_of",
-    "can_compare",
-    "checksum",
-    "failed_error",
-    "site_of",
-    "site_of_call",
-    "warn_of_original",
-]
-
-_MAX_SITES = 4096
-_MAX_STRUCTURES = 64
-#: Above `_MAX_STRUCTURES`, one call in so many is audited.
-_SAMPLE = 16
+__all__ = ["audited", "begin_audit", "can_compare", "checksum"]
 
 
-class Site:
-    """What is known about one place in the user's code that opens regions."""
+class Audit(NamedTuple):
+    """What a restored tensor is compared with (NOTE [ Audit ])."""
 
-    __slots__ = (
-        *(
-            "audited",
-            "has_other_hooks",
-            "has_warned",
-            "is_rerun",
-            "matches",
-            "modules",
-            "num_calls",
-            "opaque",
-        ),
-        *("_first", "is_reported", "structures", "where"),
-    )
-
-    def __init__(self, where: str) -> None:
-        #: What stands for a module in places where none runs: file and line.
-        self.where = where
-        #: Whether somebody asked for a report, and the first tape.
-        self.is_reported = False
-        self._first: weakref.ref[Any] | None = None
-        #: Places that came back right.
-        self.audited: set[int] = set()
-        #: Structures whose last result must not be replayed.
-        self.opaque: set[int] = set()
-        #: Final structures of calls.
-        self.structures: set[int] = set()
-        #: Module whose forward ran last in a structure.
-        self.modules: dict[int, str | None] = {}
-        self.num_calls = 0
-        #: Whether hooks around the region give back other bytes than they were handed.
-        self.has_other_hooks = False
-        #: Whether it was said that replay does not help here.
-        self.has_warned = False
-        #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
-        self.is_rerun = False
-        #: Which operators that its policy names ran here.
-        self.matches = Matches()
-
-    def begin(self, mode: str) -> bool:
-        """Count a call; returns whether it is audited at all."""
-        self.num_calls += 1
-        if mode == "off":
-            return False
-        return mode == "always" or len(self.structures) <= _MAX_STRUCTURES or self.num_calls % _SAMPLE == 0
-
-    def asks_places(self, tape: Any) -> bool:
-        """Whether reports are to have places: of the first step, and of all once one was asked for."""
-        if self._first is None:
-            self._first = weakref.ref(tape)
-        return self.is_reported or self._first() is not None
-
-    def end(self, structure: int) -> None:
-        """Note the structure of a call that is over."""
-        if len(self.structures) <= _MAX_STRUCTURES:
-            self.structures.add(structure)
-        if len(self.modules) > _MAX_STRUCTURES * 4096:  # programs whose shapes never repeat
-            self.modules.clear()
-            self.audited.clear()
-
-    def module(self, structure: int) -> str | None:
-        """Return the module whose forward is running; looks at the stack once per structure."""
-        found = self.modules.get(structure, "")
-        if found == "":
-            found = self.modules[structure] = module_name()
-        return found
+    place: int
+    checksum: Tensor
+    #: Loads the original from the store; None: it had no room there.
+    original: Callable[[], Tensor] | None
 
 
-_lock = threading.Lock()
-_by_code: OrderedDict[Any, Site] = OrderedDict()
-#: Keys of code, by where it begins, of the last code that began there: to digest one takes as long as an operator.
-_by_line: dict[tuple[str, int, str], tuple[types.CodeType, tuple[Any, ...]]] = {}
-_by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
-
-
-@torch_private.untraced
-def site_of(caller: Any) -> Site:
-    """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
-    if isinstance(caller, torch.nn.Module):
-        with _lock:
-            return _by_object.setdefault(caller, Site(type(caller).__name__))
-    key = tuple([_code_key(part) if isinstance(part, types.CodeType) else part for part in caller])
-    site = _by_code.get(key)
-    if site is not None:
-        return site
-    with _lock:
-        site = _by_code.setdefault(key, Site(_where(caller)))
-        if len(_by_code) > _MAX_SITES:
-            _by_code.popitem(last=False)
-        return site
-
-
-class _Method(NamedTuple):
-    """The site of a method that was called with nothing that tells calls apart."""
-
-    owner: weakref.ref[Any]
-    code: types.CodeType
-    defaults: tuple[Any, ...] | None
-    site: Site
-
-
-#: By id() of the owner, of the method of it that was called last: to name a caller takes as long as some operators.
-_by_owner: dict[int, _Method] = {}
-
-
-def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Site:
-    """Return the site of a call of `function`: `site_of(caller_of(...))`, remembered for methods of modules."""
-    if type(function) is not types.MethodType or type(function.__func__) is not types.FunctionType:
-        return site_of(caller_of(function, args, kwargs))
-    if _tells_apart((*args, *kwargs.values()) if kwargs else args):
-        return site_of(caller_of(function, args, kwargs))
-    owner, called = function.__self__, function.__func__
-    known = _by_owner.get(id(owner))
-    if (
-        known is not None
-        and known.owner() is owner
-        and known.code is called.__code__
-        and _has_defaults(called, known.defaults)
-    ):
-        return known.site
-    site = site_of(caller_of(function, args, kwargs))
-    is_told = _has_defaults(called, called.__defaults__) and not _tells_apart(called.__defaults__ or ())
-    if is_told and isinstance(owner, torch.nn.Module):
-        reference = weakref.ref(owner, functools.partial(_forget, id(owner)))
-        _by_owner[id(owner)] = _Method(reference, called.__code__, called.__defaults__, site)
-    return site
-
-
-def _tells_apart(values: tuple[Any, ...]) -> bool:
-    """Whether any of what a function is given tells calls apart, now or once a list or a closure in it has changed."""
-    return any(callable(value) or isinstance(value, (list, tuple)) for value in values)
-
-
-def _has_defaults(function: types.FunctionType, defaults: tuple[Any, ...] | None) -> bool:
-    """Whether a function has these defaults, and nothing else but its code."""
-    return function.__defaults__ is defaults and not function.__closure__ and not function.__kwdefaults__
-
-
-def _forget(number: int, reference: weakref.ref[Any]) -> None:
-    known = _by_owner.get(number)
-    if known is not None and known.owner is reference:
-        del _by_owner[number]
-
-
-def _code_key(code: types.CodeType) -> tuple[Any, ...]:
-    """Return what stands for code, the same in every process: where it begins, and a digest of what it does."""
-    begin = code.co_filename, code.co_firstlineno, code.co_name
-    known = _by_line.get(begin)
-    if known is not None and known[0] is code:
-        return known[1]
-    if len(_by_line) >= _MAX_SITES:
-        _by_line.clear()
-    key = *begin, hashlib.blake2b(_contents(code).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    _by_line[begin] = code, key
-    return key
-
-
-def _contents(value: Any) -> str:
-    """Return a text of a constant of code, without addresses and in no order that a hash gives."""
-    if isinstance(value, types.CodeType):
-        names = value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars
-        return f"{value.co_name}{value.co_firstlineno}{value.co_code!r}{names}{_contents(value.co_consts)}"
-    if isinstance(value, frozenset):
-        return f"{{{', '.join(sorted(map(_contents, value)))}}}"
-    return f"({', '.join(map(_contents, value))})" if isinstance(value, tuple) else repr(value)
-
-
-def _where(caller: tuple[Any, ...]) -> str:
-    """Return file and line of the code of a caller, or what else tells where it is."""
-    for part, after in zip(caller, (*caller[1:], None), strict=True):
-        if isinstance(part, types.CodeType):
-            return f"{os.path.basename(part.co_filename)}:{after if type(after) is int else part.co_firstlineno}"
-    return str(caller[0].kind if isinstance(caller[0], _Itself) else caller[0].__name__) if caller else "region"
-
-
-class _Itself:
-    """An object in the name of a caller: equal to itself only, and not kept alive."""
-
-    __slots__ = ("_id", "_reference", "kind")
-
-    def __init__(self, item: Any) -> None:
-        self._id = id(item)
-        self.kind = type(item).__name__
-        self._reference = weakref.ref(item)
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _Itself and self._reference() is other._reference() is not None
-
-
-def caller_of(function: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """Return what tells a call of `function` from calls of others, the same at each call.
-
-    A function goes by its code, since it may be made anew at each call; what it calls and was given (in its closure,
-    its defaults, its arguments, arguments of `partial`) tells functions of the same code apart. Modules and other
-    objects go by themselves.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-    for value in (function, *args, *(kwargs or {}).values()):
-        _note_callables(value, found, seen)
-    return function if isinstance(function, torch.nn.Module) and len(found) == 1 else tuple(found)
-
-
-def _note_callables(value: Any, found: list[Any], seen: set[int]) -> None:
-    if isinstance(value, (list, tuple)):
-        if value and callable(value[0]):
-            for item in value:
-                _note_callables(item, found, seen)
+def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
+    """Record a checksum of a dropped tensor whose place has not passed an audit yet."""
+    if not can_compare(tensor):
         return
-    if not callable(value) or id(value) in seen:
+    value = handle.window.value
+    num_compared = None if value.operator is None else value.operator.num_compared
+    if num_compared is not None and value.index >= num_compared:
+        tape.site.audited.add(place)
         return
-    seen.add(id(value))
-    if isinstance(value, functools.partial):
-        parts = [value.func, *value.args, *value.keywords.values()]
-    elif isinstance(value, types.MethodType):
-        parts = [value.__func__]
-        found.append(_itself(value.__self__))
-    elif isinstance(value, types.FunctionType):
-        parts = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
-        parts.extend((value.__kwdefaults__ or {}).values())
-        found.append(value.__code__)
-    else:
-        parts = []
-        found.append(_itself(value))
-    for part in parts:
-        _note_callables(part, found, seen)
+    if value.spare is None:
+        _leave_checksum(tape, weakref.ref(handle), place, tensor)
+    else:  # it may be kept, each time that the place runs
+        with Paused():
+            begin = functools.partial(_leave_checksum, tape, weakref.ref(handle), place, tensor.detach())
+        tape.late_audits.setdefault(value, []).append(begin)
 
 
-def _itself(item: Any) -> Any:
+def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor: Tensor) -> None:
+    handle = reference()
+    if handle is None:
+        return
+    with Paused(), suppress(torch.OutOfMemoryError):  # an audit must not fail the step: it is skipped here
+        handle.audit = Audit(place, checksum(tensor), tape.parked(tensor))
+        tape.audited.append(reference)
+
+
+def audited(handle: Handle, tensor: Tensor) -> Tensor:
+    """Return `tensor` if it equals what was saved, else the original; raises if there is none."""
+    tape = handle.tape
+    expected: Audit = handle.audit
+    if torch_private.is_tracing():
+        return tensor
     try:
-        return _Itself(item)
-    except TypeError:  # takes no weak references
-        return type(item)
+        with Paused():
+            is_right = torch.equal(checksum(tensor), expected.checksum)
+    except torch.OutOfMemoryError:
+        return tensor
+    if is_right:
+        tape.site.audited.add(expected.place)
+        if not tape.audits_always:
+            handle.audit = None
+        return tensor
+    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
+        handle.audit = None
+        return tensor
+    value = handle.window.value
+    tape.site.opaque.add(value.key)
+    if expected.original is None or tape.repeats:  # Rule 3 of NOTE [ Repeated collectives ]
+        raise _failure(handle)
+    try:
+        with Paused():
+            original = expected.original()
+    except EngineError as error:
+        raise _failure(handle) from error
+    _warn_of_original(_described(handle))
+    return original
+
+
+def _failure(first: Handle) -> AuditError:
+    """Compare all dropped tensors of the region; return the error that lists the wrong ones."""
+    tape = first.tape
+    failed = [first]
+    for reference in tape.audited:
+        handle = reference()
+        if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
+            continue
+        if handle.window.value.needs_collective:
+            continue
+        with tape.lock:
+            base = _C.bytes_of(tape, handle.window.value)
+        with Paused():
+            tensor = _C.on(base, handle.window)
+            if not torch.equal(checksum(tensor), handle.audit.checksum):
+                failed.append(handle)
+                tape.site.opaque.add(handle.window.value.key)
+    operators = [handle.window.value.step.operator.name for handle in failed if handle.window.value.step is not None]
+    return _failed_error(list(dict.fromkeys(map(_described, failed))), operators)
+
+
+def _described(handle: Handle) -> str:
+    value = handle.window.value
+    made_by = value.operator.name if value.operator is not None else "an unknown operator"
+    module = value.module or handle.tape.site.modules.get(value.key)
+    where = f" in {module}" if module else ""
+    return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
 
 
 def can_compare(tensor: Tensor) -> bool:
@@ -300,7 +142,7 @@ def can_compare(tensor: Tensor) -> bool:
     return has_bytes and not torch_private.is_zero_tangent(tensor)
 
 
-def warn_of_original(what: str) -> None:
+def _warn_of_original(what: str) -> None:
     """Say once that a tensor came back wrong and its original was used."""
     warn_user(
         f"{what} came back from replay with other bytes than it had: something wrote to memory that no operator said "
@@ -309,7 +151,7 @@ def warn_of_original(what: str) -> None:
     )
 
 
-def failed_error(failures: list[str], operators: list[str]) -> AuditError:
+def _failed_error(failures: list[str], operators: list[str]) -> AuditError:
     """Return the error that lists the tensors of one region that came back wrong."""
     lines = "\n  ".join(failures)
     return AuditError(

@@ -7,7 +7,7 @@ from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
 from actckpt._core.sites import warn_user
 from actckpt._replay.active_region import OpenRegion
-from actckpt._replay.audit import Site
+from actckpt._replay.call_sites import Site
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 

@@ -32,6 +32,7 @@ from actckpt._C import on, when_backward_ends
 from actckpt._core import torch_private
 from actckpt._core.hooks import is_of_checkpoint
 from actckpt._replay import audit
+from actckpt._replay.call_sites import Site
 from actckpt._replay.geometry import Geometry
 from actckpt._replay.lineage import Value, Window
 from actckpt._replay.paused import Paused
@@ -158,9 +159,7 @@ class OuterPacked:
 
     __slots__ = ("__weakref__", "_base", "_found", "_nbytes", "_pieces", "_site", "_task", "_unpack")
 
-    def __init__(
-        self, pieces: Sequence[_Piece], nbytes: int, unpack: Callable[[Any], Tensor], site: audit.Site
-    ) -> None:
+    def __init__(self, pieces: Sequence[_Piece], nbytes: int, unpack: Callable[[Any], Tensor], site: Site) -> None:
         self._pieces = list(pieces)
         self._nbytes = nbytes
         self._unpack = unpack

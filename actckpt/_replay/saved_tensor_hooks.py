@@ -1,29 +1,26 @@
 """The saved-tensor hooks of a region: pack returns a handle for every saved tensor, unpack restores the tensor."""
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._C import EngineError, unmoved
+from actckpt._C import unmoved
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import FlattenedSubclass
 from actckpt._core.tensor_changes import version_of
-from actckpt._replay import aliases, audit, casts, wrappers
+from actckpt._replay import aliases, casts, wrappers
 from actckpt._replay.lineage import Handle, Value, window_of
 from actckpt._replay.outer_hooks import Reads, pack_outer, pack_outer_token, reads_of
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape
 from actckpt.action import Action
-from actckpt.errors import AuditError
 
-__all__ = ["audited", "begin_audit", "close", "is_much", "pack", "pack_other", "unpack", "unpacked_inside"]
+__all__ = ["close", "is_much", "pack", "pack_other", "unpack", "unpacked_inside"]
 
 
 #: What pack returns to autograd.
@@ -74,102 +71,6 @@ def unpacked_inside(tape: Tape, value: Value) -> None:
     tape.audit_late(value)
     if not torch.is_grad_enabled():
         _note_backward_inside(tape)
-
-
-class Audit(NamedTuple):
-    """What a restored tensor is compared with (NOTE [ Audit ])."""
-
-    place: int
-    checksum: Tensor
-    #: Loads the original from the store; None: it had no room there.
-    original: Callable[[], Tensor] | None
-
-
-def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
-    """Record a checksum of a dropped tensor whose place has not passed an audit yet."""
-    if not audit.can_compare(tensor):
-        return
-    value = handle.window.value
-    num_compared = None if value.operator is None else value.operator.num_compared
-    if num_compared is not None and value.index >= num_compared:
-        tape.site.audited.add(place)
-        return
-    if value.spare is None:
-        _leave_checksum(tape, weakref.ref(handle), place, tensor)
-    else:  # it may be kept, each time that the place runs
-        with Paused():
-            begin = functools.partial(_leave_checksum, tape, weakref.ref(handle), place, tensor.detach())
-        tape.late_audits.setdefault(value, []).append(begin)
-
-
-def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor: Tensor) -> None:
-    handle = reference()
-    if handle is None:
-        return
-    with Paused(), suppress(torch.OutOfMemoryError):  # an audit must not fail the step: it is skipped here
-        handle.audit = Audit(place, audit.checksum(tensor), tape.parked(tensor))
-        tape.audited.append(reference)
-
-
-def audited(handle: Handle, tensor: Tensor) -> Tensor:
-    """Return `tensor` if it equals what was saved, else the original; raises if there is none."""
-    tape = handle.tape
-    expected: Audit = handle.audit
-    if torch_private.is_tracing():
-        return tensor
-    try:
-        with Paused():
-            is_right = torch.equal(audit.checksum(tensor), expected.checksum)
-    except torch.OutOfMemoryError:
-        return tensor
-    if is_right:
-        tape.site.audited.add(expected.place)
-        if not tape.audits_always:
-            handle.audit = None
-        return tensor
-    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
-        handle.audit = None
-        return tensor
-    value = handle.window.value
-    tape.site.opaque.add(value.key)
-    if expected.original is None or tape.repeats:  # Rule 3 of NOTE [ Repeated collectives ]
-        raise _failure(handle)
-    try:
-        with Paused():
-            original = expected.original()
-    except EngineError as error:
-        raise _failure(handle) from error
-    audit.warn_of_original(_described(handle))
-    return original
-
-
-def _failure(first: Handle) -> AuditError:
-    """Compare all dropped tensors of the region; return the error that lists the wrong ones."""
-    tape = first.tape
-    failed = [first]
-    for reference in tape.audited:
-        handle = reference()
-        if handle is None or handle is first or handle.audit is None or handle.window.value.held is not None:
-            continue
-        if handle.window.value.needs_collective:
-            continue
-        with tape.lock:
-            base = _C.bytes_of(tape, handle.window.value)
-        with Paused():
-            tensor = _C.on(base, handle.window)
-            if not torch.equal(audit.checksum(tensor), handle.audit.checksum):
-                failed.append(handle)
-                tape.site.opaque.add(handle.window.value.key)
-    operators = [handle.window.value.step.operator.name for handle in failed if handle.window.value.step is not None]
-    return audit.failed_error(list(dict.fromkeys(map(_described, failed))), operators)
-
-
-def _described(handle: Handle) -> str:
-    value = handle.window.value
-    made_by = value.operator.name if value.operator is not None else "an unknown operator"
-    module = value.module or handle.tape.site.modules.get(value.key)
-    where = f" in {module}" if module else ""
-    return f"result {value.index} of {made_by}{where}, shape {tuple(handle.window.shape)}, {handle.window.dtype}"
 
 
 def close(tape: Tape) -> None:

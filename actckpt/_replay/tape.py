@@ -17,7 +17,7 @@ from actckpt._offload import notices, stores
 from actckpt._offload.session import Session
 from actckpt._replay import aliases, checksums
 from actckpt._replay.aliases import Seen
-from actckpt._replay.audit import Site
+from actckpt._replay.call_sites import Site
 from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread

@@ -508,14 +508,14 @@ if sys.argv[2] == "1":  # other addresses, other modules
     import decimal, sqlite3
     heap = [object() for _ in range(10**5)]
 import torch, actckpt
-from actckpt._replay import audit
+from actckpt._replay import call_sites
 from test_places import Model, _input, _in_one_region, _TABLES
 torch.set_num_threads(1)
 model = Model()
 places = [_in_one_region(model, _input(), table) for table in ("recompute", *_TABLES.values())]
-keys = [str(key).replace(sys.argv[1], "") for key in audit._by_code]
+keys = [str(key).replace(sys.argv[1], "") for key in call_sites._by_code]
 sites = [(sorted(site.structures), sorted(site.audited), sorted(map(str, site.modules.items())), site.where)
-         for site in audit._by_code.values()]
+         for site in call_sites._by_code.values()]
 print(json.dumps([places, keys, sites]))
 """
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from actckpt._replay import audit
-from actckpt._replay.audit import caller_of, site_of, site_of_call
+from actckpt._replay import call_sites
+from actckpt._replay.call_sites import caller_of, site_of, site_of_call
 
 
 def _compiled() -> Any:
@@ -33,15 +33,15 @@ def test_a_site_does_not_go_by_the_address_of_code_that_is_gone() -> None:
 
 def test_a_site_goes_by_what_the_code_does_where_two_begin_at_one_place() -> None:
     one, other = (lambda x: x.sin()), (lambda x: x.cos())  # fmt: skip
-    assert site_of(audit.caller_of(one)) is site_of(audit.caller_of(one)) is not site_of(audit.caller_of(other))
+    assert site_of(caller_of(one)) is site_of(caller_of(one)) is not site_of(caller_of(other))
 
 
 def test_what_is_remembered_of_code_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(audit, "_MAX_SITES", 10)
+    monkeypatch.setattr(call_sites, "_MAX_SITES", 10)
     codes = [compile(f"z = {number}", f"made up {number}", "exec") for number in range(30)]
     for code in codes:
         site_of((code, 1))
-    assert len(audit._by_line) <= 10
+    assert len(call_sites._by_line) <= 10
 
 
 class _Called(torch.nn.Module):
@@ -110,7 +110,7 @@ def test_a_remembered_site_is_forgotten_with_its_module() -> None:
     module = _Called()
     site_of_call(module.forward, (torch.ones(2),), {})
     number = id(module)
-    assert number in audit._by_owner
+    assert number in call_sites._by_owner
     del module
     gc.collect()
-    assert number not in audit._by_owner
+    assert number not in call_sites._by_owner
