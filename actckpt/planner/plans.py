@@ -74,8 +74,6 @@ class Plan:
     peak_bytes: float
     #: Most bytes that wait to be written out, or are read back ahead; with fewer, the step would take longer.
     max_inflight: int
-    #: Most bytes that one block's recomputation makes.
-    replay_window: int
     #: What the plan was made of.
     costs: CostTable
     pins: tuple[tuple[Any, Action], ...] = ()

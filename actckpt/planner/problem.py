@@ -78,7 +78,7 @@ class Problem:
 
         What backward does not need, and nothing is computed from, is dropped.
         """
-        actions, replayed_bytes, offloaded_bytes = [], 0.0, 0.0
+        actions, offloaded_bytes = [], 0.0
         for block, chosen, rerun, allowed in zip(self.costs.blocks, *choice, self.allowed, strict=True):
             if block.lost(chosen, rerun=rerun):
                 return None
@@ -87,7 +87,6 @@ class Problem:
             read |= {BLOCK_INPUT} if rerun else {value.name for value in block.values if value.needed}
             unread = {name for name, may in allowed.items() if Action.RECOMPUTE in may} - read
             actions.append({name: Action.RECOMPUTE if name in unread else each for name, each in chosen.items()})
-            replayed_bytes = max(replayed_bytes, 0.0 if rerun else sum(value.nbytes for value in again))
             offloaded_bytes += block.bytes_of(actions[-1], Action.OFFLOAD)
         return played(
             Plan(
@@ -96,7 +95,6 @@ class Problem:
                 rerun=choice.rerun,
                 plain_seconds=self.costs.plain_seconds,
                 max_inflight=math.ceil(offloaded_bytes),
-                replay_window=math.ceil(replayed_bytes),
                 costs=self.costs,
                 recompute_seconds=0.0,
                 write_wait_seconds=0.0,

@@ -47,7 +47,6 @@ def _simulate(
         actions=tuple(found),
         rerun=tuple(letter == "y" for letter in rerun.ljust(len(found), "n")),
         max_inflight=window,
-        replay_window=0,
         costs=costs,
         **numbers,
     )
