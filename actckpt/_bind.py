@@ -134,6 +134,7 @@ NAMES: dict[str, Any] = {
     "check_watched": aliases.check_watched,
     "watched_type": aliases.Watched,
     "choose_replay": schedule.choose,
+    "least_growth_bytes": 64 << 10,  # to examine fewer takes longer than operators on them
     "small_window_bytes": windows.SMALL_BYTES,
     "replay_specially": execute.replay_specially,
     "private_memory": execute.private_memory,

@@ -180,6 +180,7 @@ namespace actckpt {
   X(check_watched)       /* (stored, window or None): raises if the bytes changed */ \
   X(watched_type)        /* type of stored and watched bytes */ \
   X(choose_replay)       /* (tape, graph, order, all_stay, task, clock) -> order, retained values */ \
+  X(least_growth_bytes)  /* see record/candidates.h; 0: examine after every kept value */ \
   X(small_window_bytes)  /* bytes of a replay that stay whatever the window */ \
   X(replay_specially)    /* (step, args, kwargs or None) -> result */ \
   X(private_memory)      /* (value, tensor or None) -> memory for a step to write to */ \

@@ -13,7 +13,6 @@ namespace actckpt::replay {
 namespace {
 
 constexpr long long kGrowth = 16;
-constexpr long long kLeastBytes = 1 << 16;  // operators on fewer take less time than it does to look
 
 // Candidates, each held for the time of the decision.
 using CandidateList = std::vector<py::object>;
@@ -157,7 +156,8 @@ void add_candidate(TapeObject* tape, ValueObject* value, PyObject* tensor) {
 }
 
 void release_unused(TapeObject* tape) {
-  if (tape->new_held_bytes < tape->held_bytes / kGrowth + kLeastBytes) return;
+  const long long least_bytes = PyLong_AsLongLong(names().least_growth_bytes);
+  if (tape->new_held_bytes < (least_bytes == 0 ? 1 : tape->held_bytes / kGrowth + least_bytes)) return;
   tape->new_held_bytes = 0;
   forget_dead_storages(tape);
   if (PyList_GET_SIZE(tape->candidates) > 0) decide_candidates(tape, false);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from replay_operators import OPERATORS
 from replay_programs import POLICIES, difference
 
 import actckpt
+from actckpt import _C, _bind
 
 numbers = st.integers(0, 9)
 names = st.sampled_from(sorted(OPERATORS))
@@ -34,11 +36,19 @@ def _audited(request: Any) -> None:
     actckpt.configure(audit=request.param)
 
 
+@pytest.fixture(params=[True, False], ids=["decided at once", "decided at the end"])
+def _decided(request: Any) -> Iterator[None]:
+    """Decide which values are kept after each new one; by default small ones wait for their region to close."""
+    _C.connect(_bind.NAMES | ({"least_growth_bytes": 0} if request.param else {}))
+    yield
+    _C.connect(_bind.NAMES)
+
+
 @pytest.mark.filterwarnings(r"ignore:Use of \w+ on expanded tensors:UserWarning")
 @pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
 @pytest.mark.filterwarnings("ignore:A region ran none of the places:UserWarning")
-@pytest.mark.usefixtures("_audited")
+@pytest.mark.usefixtures("_audited", "_decided")
 @many_draws
 @given(
     program=programs.filter(lambda program: any(kind == "region" for kind, *_ in program)),
