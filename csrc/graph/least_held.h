@@ -8,8 +8,9 @@
 
 namespace actckpt::replay {
 
-// For each candidate, a saved value whose bytes are still in hand (`spare`), whether it is kept.
-std::vector<char> kept_of(const std::vector<ValueObject*>& candidates);
+// For each candidate, a saved value whose bytes are still there (`spare`), whether it is kept. Sets how many values it
+// looked at.
+std::vector<char> kept_of(const std::vector<ValueObject*>& candidates, long long* num_walked);
 
 // For each candidate, whether to keep it may release what it is replayed from: nothing but the region refers to the
 // bytes of one of its leaves, and no value that the program has and did not save is replayed from that leaf.

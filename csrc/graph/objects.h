@@ -191,8 +191,10 @@ struct TapeObject {
   long long num_lost;
   // Of `holding` and `candidates`, without parameters, when they were last examined (record/candidates.h).
   long long held_bytes;
-  long long new_held_bytes;  // added since
-  long long swap;            // the swap during whose rerun it was made; -1: no operator needs a swap for its replay
+  long long new_held_bytes;         // added since
+  long long num_examined;           // values that were looked at then
+  long long values_at_examination;  // `num_values` then
+  long long swap;  // the swap during whose rerun it was made; -1: no operator needs a swap for its replay
   long long recompute_bytes;
   long long opaque_bytes;
   long long structure;

@@ -65,7 +65,9 @@ void keep(TapeObject* tape, ValueObject* value) {
 
 // Drops those of `undecided` that the minimum cut drops; returns the others.
 CandidateList drop(TapeObject* tape, const CandidateList& undecided) {
-  const std::vector<char> is_kept = kept_of(as_values(undecided));
+  long long num_walked = 0;
+  const std::vector<char> is_kept = kept_of(as_values(undecided), &num_walked);
+  tape->num_examined += num_walked;
   CandidateList kept, dropped;
   for (std::size_t i = 0; i < undecided.size(); ++i) (is_kept[i] != 0 ? kept : dropped).push_back(undecided[i]);
   // While dropped values are marked as needed, what will be kept counts as held: nothing is replayed beyond it.
@@ -91,6 +93,14 @@ void decide_candidates(TapeObject* tape, bool is_last) {
       append(tape->candidates, kept[i].ptr());
     }
   }
+}
+
+// Whether enough is new since the last examination: by bytes, and by number, so that all of them take linear time.
+bool has_grown(const TapeObject* tape) {
+  const long long least_bytes = PyLong_AsLongLong(names().least_growth_bytes);
+  if (least_bytes == 0) return tape->new_held_bytes > 0;
+  return tape->new_held_bytes >= tape->held_bytes / kGrowth + least_bytes &&
+         tape->num_values - tape->values_at_examination >= tape->num_examined / kGrowth;
 }
 
 // Forgets storages that are gone, and with them what no handle leads to. The last go first: they hold earlier ones.
@@ -156,9 +166,10 @@ void add_candidate(TapeObject* tape, ValueObject* value, PyObject* tensor) {
 }
 
 void release_unused(TapeObject* tape) {
-  const long long least_bytes = PyLong_AsLongLong(names().least_growth_bytes);
-  if (tape->new_held_bytes < (least_bytes == 0 ? 1 : tape->held_bytes / kGrowth + least_bytes)) return;
+  if (!has_grown(tape)) return;
   tape->new_held_bytes = 0;
+  tape->values_at_examination = tape->num_values;
+  tape->num_examined = PyDict_GET_SIZE(tape->storages) + PyList_GET_SIZE(tape->holding);
   forget_dead_storages(tape);
   if (PyList_GET_SIZE(tape->candidates) > 0) decide_candidates(tape, false);
   tape->held_bytes = release_unused_of(tape);

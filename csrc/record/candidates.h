@@ -20,9 +20,9 @@ namespace actckpt::replay {
 // Makes a dropped value whose bytes are in `tensor` a candidate.
 void add_candidate(TapeObject* tape, ValueObject* value, PyObject* tensor);
 
-// Releases what plain autograd would have released by now: decides candidates, and releases kept values to which
-// neither the program nor a recorded step refers. Does so when the bytes that the region holds have grown by a
-// sixteenth and by `least_growth_bytes`.
+// Decides candidates, and releases kept values to which neither the program nor a recorded step refers, as plain
+// autograd has by now. Does so when the bytes that the region holds have grown by a sixteenth and by
+// `least_growth_bytes`.
 void release_unused(TapeObject* tape);
 
 void add_candidate_functions(py::module_& module);
