@@ -36,7 +36,7 @@ reruns instead, from its next call on. Higher-order operators are not recorded e
 runs uncompiled below any dispatch mode, and is recorded.
 Rule 9. Nesting. A region inside another one, with no other hooks in between, records on the outer tape, with its own
 policy. Otherwise, when it closes, it packs what it must hold into the outer hooks, in the order in which the values
-were made: NOTE [ Hooks outside ].
+were made: NOTE [ Outer hooks ].
 """
 
 import weakref
