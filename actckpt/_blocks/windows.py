@@ -11,7 +11,7 @@ code leaves. When backward reaches the last block, no copy out may be in flight.
 When backward reaches a block's output, tensors of the blocks before it are prefetched within its window. (A block that
 keeps everything unpacks nothing through our hooks, so these could not start it.) What the block itself offloaded is
 loaded into its own room: once it is unpacked, it is part of what the block needs, and no other value may use that room
-(NOTE [ Reading ahead ]). When a backward ends, other offloading of the process is not limited any more.
+(NOTE [ Prefetching ]). When a backward ends, other offloading of the process is not limited any more.
 """
 
 from __future__ import annotations

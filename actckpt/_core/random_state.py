@@ -5,10 +5,12 @@ NOTE [ Random state ]
 Rule 1. States are captured by value and written back into the same generator objects. Restoring a handle restores
 nothing, and CUDA graphs do not know cloned generators. A tracker is any object with `get_states() -> dict` and
 `set_states(dict)`; it always gets a new dict, because trackers keep and change theirs.
-Rule 2. Captured are the default generators of the CPU, of all devices in use (on CUDA: with a context) and of the
-inputs' devices; every `torch.Generator` among the inputs and in module attributes; and the trackers of extensions and
-callers. The inputs alone do not suffice: a function may move its input to a second device and draw there. A device that
-the process first uses inside the function is not captured.
+Rule 2. These states are captured:
+- the default generators of the CPU, of all devices in use (on CUDA: with a context) and of the inputs' devices;
+- every `torch.Generator` among the inputs and in module attributes;
+- the trackers of extensions and callers.
+The inputs alone do not suffice: a function may move its input to a second device and draw there. A device that the
+process first uses inside the function is not captured.
 Rule 3. Reruns that restore random state take one lock: two threads that swap the same generator would draw each other's
 numbers. C++ takes it (csrc/core/swap_lock.h), before the region's lock, so that two threads that differentiate each
 other's regions do not deadlock. The outer state is unchanged after a rerun, also after a failed one.

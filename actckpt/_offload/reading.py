@@ -1,6 +1,6 @@
 """The order in which backward reads offloaded tensors, and which of them are prefetched.
 
-NOTE [ Reading ahead ]
+NOTE [ Prefetching ]
 
 The expected order is that of the last backward of a session that offloaded the same sizes, else the reverse order of
 offloading. When nothing is left in a session, the session before it follows. An order is recorded when the last span is
@@ -26,7 +26,7 @@ __all__ = ["max_inflight"]
 
 
 def max_inflight() -> int:
-    """Return the window of NOTE [ Reading ahead ] in bytes."""
+    """Return the window of NOTE [ Prefetching ] in bytes."""
     window = config.settings().window_bytes
     return stores.window_bytes() if window is None else stores.limited(window)
 

@@ -16,7 +16,7 @@ grad, stayed, and is still held by the program, unpack returns the object itself
 TransformerEngine saved it. An alias has the attributes of the object (csrc/core/saved_identity.h).
 
 Loaded bytes are released after their unpack, since with `retain_graph` the handle lives on. Bytes saved several times
-are released when backward ends. See also NOTE [ Reading ahead ]. Nothing is offloaded during a rerun: what it saves is
+are released when backward ends. See also NOTE [ Prefetching ]. Nothing is offloaded during a rerun: what it saves is
 needed at once.
 
 This module opens `offload` blocks, and handles subclasses and errors. All else is in csrc/offload/session.h, with one

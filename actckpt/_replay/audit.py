@@ -89,7 +89,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         if not tape.audits_always:
             handle.audit = None
         return tensor
-    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Hooks outside ]
+    if tape.site.has_other_hooks:  # Rule 3 of NOTE [ Outer hooks ]
         handle.audit = None
         return tensor
     value = handle.window.value

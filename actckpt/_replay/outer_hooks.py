@@ -1,6 +1,6 @@
 """What the hooks around a region hold for it.
 
-NOTE [ Hooks outside ]
+NOTE [ Outer hooks ]
 
 A region inside other saved-tensor hooks passes them the tensors that it must hold (NOTE [ Replay ], Rule 9).
 

@@ -13,13 +13,15 @@ Rule 2. Identity. Aliases are recognised by the identity of their storage under 
 Rule 3. Randomness. Generator states are captured before a random operator and used for its replay: in a private
 generator if the operator takes one, else swapped in under the lock of NOTE [ Random state ]. An operator that is not
 torch's own is random if it moved a default generator.
-Rule 4. Opaque values. Bytes that no recorded operator made are never replayed. These are outputs of raw kernels and of
-compiled code; memory that no single recorded operator has filled (buffers of `torch.empty` filled piece by piece);
-storages that cannot be read (sparse, nested), and what is made from them; what is made from inference tensors, which
-have no version counter; and what is made below dispatch modes that may change results (NOTE [ Modes ]).
-Rule 5. Effects. Some operators are replayed never, or only in a form without the effect: collectives, operators with
-undeclared writes or registered effects, and nondeterministic operators (on CUDA; on the CPU mostly with several
-threads). Collectives that a policy names are replayed: NOTE [ Repeated collectives ].
+Rule 4. Opaque values. Bytes that no recorded operator made are never replayed:
+- outputs of raw kernels and of compiled code;
+- memory that no single recorded operator has filled (buffers of `torch.empty` filled piece by piece);
+- storages that cannot be read (sparse, nested), and values made from them;
+- values made from inference tensors, which have no version counter;
+- values made below dispatch modes that may change results (NOTE [ Modes ]).
+Rule 5. Effects. Collectives, operators with undeclared writes or registered effects, and nondeterministic operators
+are not replayed, or only in a form without the effect. (On the CPU most are nondeterministic only with several
+threads.) Collectives that a policy names are replayed: NOTE [ Repeated collectives ].
 Rule 6. Changes after closing. If replay needs bytes that changed after the region closed, unpack raises. An external
 storage must also have its recorded size. The aliases that count changes are made outside of the dispatch handler:
 inside it, `detach()` does not share the version counter. State that the region itself writes in place (buffers of
@@ -34,7 +36,7 @@ reruns instead, from its next call on. Higher-order operators are not recorded e
 runs uncompiled below any dispatch mode, and is recorded.
 Rule 9. Nesting. A region inside another one, with no other hooks in between, records on the outer tape, with its own
 policy. Otherwise, when it closes, it packs what it must hold into the outer hooks, in the order in which the values
-were made: NOTE [ Hooks outside ].
+were made: NOTE [ Outer hooks ].
 """
 
 import weakref

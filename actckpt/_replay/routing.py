@@ -4,10 +4,11 @@ Replay reproduces the forward's bits if everything that the operator reads has t
 additions, another kernel choice), a result usually differs by as little. But if a token goes to another expert, the
 result belongs to another function, and shapes may not fit.
 
-- A routing tensor is never replayed; its bytes are held while something needs them. Routing tensors are integers or
-  booleans that are indices of `gather`, `scatter`, `index`, `index_put` and the like, the groups of a grouped product,
-  the classes of a loss, or that determine the size of a result (`nonzero`, `masked_select`, `item`). Live integers and
-  masks that they were made from are held too, back to the first floating-point tensors.
+- A routing tensor is never replayed; its bytes are held while something needs them.
+- Routing tensors are integers or booleans of three kinds: indices of `gather`, `scatter`, `index`, `index_put` and the
+  like; the groups of a grouped product and the classes of a loss; and what determines the size of a result (`nonzero`,
+  `masked_select`, `item`).
+- Live integers and masks that they were made from are held too, back to the first floating-point tensors.
 - Masks that select values (`where`, `masked_fill`) and pooling indices do not route.
 - If a policy entry names the value's place or operator and says recompute, it is replayed.
 """

@@ -48,7 +48,7 @@ class Tape(TapeCore):
     depth = 0
     #: By id(), see `wrappers`.
     wrappers: dict[int, Seen] | None = None
-    #: Result of packing the token (Rule 6 of NOTE [ Hooks outside ]), which reads what is alive.
+    #: Result of packing the token (Rule 6 of NOTE [ Outer hooks ]), which reads what is alive.
     token: Any = None
     #: Values that it wrote in place in external memory without a graph, such as module buffers; None: none.
     written_state: weakref.WeakSet[Value] | None = None

@@ -14,10 +14,12 @@ Rule 3. The region holds what the forward found, never what it left. That may le
 own the region, and Python's collector does not see cycles through autograd nodes. Nor does it hold the graph of a
 tensor that the forward displaced: the previous call may have left the tensor, and its graph would own that call's
 region.
-Rule 4. Excluded are module attributes (frameworks keep state there that a second call must see as the first one left
-it); objects of torch's and the standard library's classes, except namespaces and collections; objects with their own
-lock, which other threads use; what random state trackers hold; and everything beyond 10,000 entries of objects. Globals
-are recorded for functions of one file.
+Rule 4. These are excluded:
+- module attributes: frameworks keep state there that a second call must see as the first one left it;
+- objects of torch's and the standard library's classes, except namespaces and collections;
+- objects with their own lock, which other threads use;
+- what random state trackers hold, and everything beyond 10,000 entries of objects;
+- globals that only functions of other files name.
 Rule 5. A replaced parameter, buffer or module (`functional_call`) is put back for the rerun. So is the previous value
 of an attribute that now holds a generator: one that a module makes in its first forward has advanced since. Another
 thread that runs the same module meanwhile sees these too. For buffers that a forward changes see NOTE [ Buffers ].

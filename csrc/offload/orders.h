@@ -1,6 +1,6 @@
 // The orders in which earlier backwards read the spans of sessions.
 //
-// See NOTE [ Reading ahead ] in actckpt/_offload/reading.py. Thread rule: GIL held.
+// See NOTE [ Prefetching ] in actckpt/_offload/reading.py. Thread rule: GIL held.
 #pragma once
 
 #include <cstddef>

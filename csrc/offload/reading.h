@@ -1,6 +1,6 @@
 // Loading spans: the one that is unpacked, and ahead of it those that backward needs next.
 //
-// See NOTE [ Reading ahead ] in actckpt/_offload/reading.py. Thread rule: GIL held; calls into a store may release it,
+// See NOTE [ Prefetching ] in actckpt/_offload/reading.py. Thread rule: GIL held; calls into a store may release it,
 // so only indices are kept across them.
 #pragma once
 

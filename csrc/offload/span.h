@@ -30,7 +30,7 @@ namespace actckpt {
 
 struct SpanObject;
 
-// The spans of one session, and the state of a backward over it (NOTE [ Reading ahead ] in reading.py).
+// The spans of one session, and the state of a backward over it (NOTE [ Prefetching ] in reading.py).
 struct Record {
   std::vector<SpanObject*> spans;  // by place; null once dead
   std::vector<long long> sizes;

@@ -13,7 +13,7 @@ namespace {
 
 py::object key_of(PyObject* storage) { return py::reinterpret_steal<py::object>(PyLong_FromVoidPtr(storage)); }
 
-// Parameters, and other leaves that outer hooks do not get (Rule 7 of NOTE [ Hooks outside ]). A tensor that such hooks
+// Parameters, and other leaves that outer hooks do not get (Rule 7 of NOTE [ Outer hooks ]). A tensor that such hooks
 // return to a rerun is a leaf there; it counts as a parameter only if it was one in the forward.
 bool is_parameter(const TapeObject* tape, PyObject* root, PyObject* storage) {
   if (!reads().is_leaf.is_true(root)) return false;
