@@ -82,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not_known:
         args.parser.error(not_read(not_known, re.findall(r"--[\w-]+", args.parser.format_help())))
     run: Callable[[argparse.Namespace], int] = args.run
+    if getattr(args, "runs_program", False):  # whose errors are not the command's
+        return run(args)
     try:
         status = run(args)
         sys.stdout.flush()

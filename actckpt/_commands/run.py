@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import operator
 import os
-import runpy
 import sys
+import threading
+import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -49,31 +52,46 @@ def add_run(commands: Any) -> None:
     option("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     option("script", metavar="SCRIPT", help="the program")
     option("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    parser.set_defaults(run=_run, parser=parser)
+    parser.set_defaults(run=_run, parser=parser, runs_program=True)
 
 
 def _run(args: argparse.Namespace) -> int:
     try:
         options = _options_of(args)
         if not args.is_module and not Path(args.script).is_file():
-            raise ValueError(f"{args.script} is no file. Pass a Python program, or -m and the name of a module.")
+            raise ValueError(f"{args.script} is not a file. Pass a Python program, or -m and the name of a module.")
     except (ValueError, OSError) as error:
         args.parser.error(as_options(reason(error)))
     applying = _Applying(options, args.model)
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [args.script, *args.args]
     try:
         with applying:
-            if args.is_module:
-                sys.path.insert(0, os.getcwd())
-                runpy.run_module(args.script, run_name="__main__", alter_sys=True)
-            else:
-                sys.path.insert(0, str(Path(args.script).resolve().parent))
-                runpy.run_path(args.script, run_name="__main__")
+            _run_program(args)
     finally:
-        sys.argv, sys.path[:] = argv, path
         _say(applying.report())
     return 0
+
+
+def _run_program(args: argparse.Namespace) -> None:
+    """Run the program as `python` does. Its module stays `__main__`: threads and exit handlers may need it."""
+    main = types.ModuleType("__main__")
+    if args.is_module:
+        sys.path.insert(0, os.getcwd())
+        spec = importlib.util.find_spec(args.script)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{args.script}.__main__")
+        loader: Any = None if spec is None else spec.loader
+        if spec is None or loader is None:
+            raise ImportError(f"No module named {args.script}")
+        code, path = loader.get_code(spec.name), spec.origin
+        main.__spec__, main.__package__ = spec, spec.parent
+    else:
+        path = args.script
+        sys.path.insert(0, str(Path(path).resolve().parent))
+        code = compile(Path(path).read_bytes(), path, "exec")
+    main.__file__ = path
+    sys.argv = [str(path), *args.args]
+    sys.modules["__main__"] = main
+    exec(code, vars(main))
 
 
 def _options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -100,8 +118,7 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
 class _Applying:
     """Calls `apply` for the model of a program at its first call with gradients.
 
-    Until an optimizer has made a step, calls of modules pass through here: only the outermost ones, since
-    `Module.__call__` is torch's again while one runs.
+    Until an optimizer has made a step, outermost calls of modules pass through here.
 
     Args:
         options: of `apply`.
@@ -112,7 +129,8 @@ class _Applying:
         self._options, self._name = options, name
         self._model: Any = None
         self._num_parameters = 0
-        self._refused: dict[int, Exception] = {}
+        self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._why_refused = ""
 
     def __enter__(self) -> None:
         import torch
@@ -132,44 +150,56 @@ class _Applying:
     def _end(self) -> None:
         self._hook.remove()
         self._is_watching = False
-        self._module_type.__call__ = self._call  # type: ignore[method-assign]
+        self._replace(self._look_and_call, self._call)
+
+    def _replace(self, old: Any, new: Any) -> None:
+        """Replace `Module.__call__`, unless the program has replaced it."""
+        if self._module_type.__call__ is old:
+            self._module_type.__call__ = new  # type: ignore[method-assign]
 
     def _watch(self) -> None:
-        """Look at the next call of a module."""
-        call = self._call
+        """Look at each outermost call of a module."""
+        call, thread = self._call, threading.local()
 
         def look_and_call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            self._module_type.__call__ = call  # type: ignore[method-assign]
+            if not self._is_watching or getattr(thread, "is_inside", False):
+                return call(module, *args, **kwargs)
+            thread.is_inside = True
+            self._replace(look_and_call, call)  # so that compiled code sees torch's
             try:
                 self._look_at(module)
                 return call(module, *args, **kwargs)
             finally:
+                thread.is_inside = False
                 if self._is_watching:
-                    self._module_type.__call__ = look_and_call  # type: ignore[method-assign]
+                    self._replace(call, look_and_call)
 
-        self._is_watching = True
-        self._module_type.__call__ = look_and_call  # type: ignore[method-assign]
+        self._is_watching, self._look_and_call = True, look_and_call
+        self._replace(call, look_and_call)
 
     def _look_at(self, module: Any) -> None:
         import torch
 
         import actckpt
 
-        num_parameters = _num_trained(module) if torch.is_grad_enabled() else 0
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+            return
+        num_parameters = _num_trained(module)
         if num_parameters == 0:
             return
         if self._name is not None:
             module = self._named_model()
         elif num_parameters <= self._num_parameters:
             return
-        if module is None or module is self._model or id(module) in self._refused:
+        if module is None or module is self._model or module in self._refused:
             return
         if self._model is not None:
             actckpt.remove(self._model)
         try:
             names = actckpt.apply(module, **self._options)
         except actckpt.errors.BlocksError as error:
-            self._refused[id(module)] = error
+            self._refused.add(module)
+            self._why_refused = str(error)
             if self._model is not None:
                 actckpt.apply(self._model, **self._options)
             return
@@ -180,12 +210,12 @@ class _Applying:
         """Return the model with the given name; None where the program has not defined it yet."""
         assert self._name is not None
         try:
-            found = operator.attrgetter(self._name)(sys.modules["__main__"])
+            model = operator.attrgetter(self._name)(sys.modules["__main__"])
         except AttributeError:
             return None
-        if not isinstance(found, self._module_type):
-            raise ValueError(f"--model {self._name} is a {type(found).__name__}, not a module.")
-        return found
+        if not isinstance(model, self._module_type):
+            raise ValueError(f"--model {self._name} is a {type(model).__name__}, not a module.")
+        return model
 
     def report(self) -> str:
         """Say what the blocks did, or why no model was checkpointed."""
@@ -193,8 +223,8 @@ class _Applying:
 
         if self._model is not None:
             return f"report of {type(self._model).__name__}\n{actckpt.report(self._model)}"
-        if self._refused:
-            return f"nothing was checkpointed. {list(self._refused.values())[-1]} Here: --blocks NAME."
+        if self._why_refused:
+            return f"nothing was checkpointed. {self._why_refused} Here: --blocks NAME."
         if self._name is not None:
             return f"nothing was checkpointed: the main module has no {self._name} while gradients are computed."
         return "nothing was checkpointed: no module with parameters to train was called with gradients enabled."
@@ -208,6 +238,6 @@ def _num_trained(module: Any) -> int:
 
 
 def _say(text: str) -> None:
-    """Print a line, on the first of several ranks."""
-    if os.environ.get("RANK", "0") == "0":
+    """Print a line, on the first of several ranks, unless the program has closed the stream."""
+    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and not sys.stderr.closed:
         print(f"actckpt run: {text}", file=sys.stderr, flush=True)

@@ -14,6 +14,8 @@ from actckpt import cli
 
 _NETWORKS = """
 import sys
+import warnings
+
 import torch
 from torch import nn
 
@@ -80,6 +82,27 @@ _PROGRAMS = {
             generator.zero_grad()
         """,
     ),
+    "calls that the program wraps, and a trace": (
+        "Sequential",
+        3,
+        """
+        model = nn.Sequential(*(block(16) for _ in range(3)))
+        with warnings.catch_warnings(action="ignore"):  # it is deprecated
+            torch.jit.trace(model, torch.ones(2, 16))
+        optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+        call, numbers = nn.Module.__call__, []
+
+        def counted(module, *args):
+            numbers.extend([1] if module is model else [])
+            return call(module, *args)
+
+        nn.Module.__call__ = counted
+        for _ in range(3):
+            print(train(model, optimizer, torch.randn(32, 16)))
+        nn.Module.__call__ = call
+        print(len(numbers))
+        """,
+    ),
     "critic first": (
         "Generator",
         5,
@@ -102,6 +125,14 @@ _PROGRAMS = {
 _OPTIONS = ([], ["--policy", "matmuls"], ["--activation-budget", "70%"])
 
 
+@pytest.fixture(autouse=True)
+def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs stay the main module: the command is the last thing that its process runs."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 def _written(folder: Path, text: str) -> Path:
     path = folder / "program.py"
     path.write_text(_NETWORKS + textwrap.dedent(text))
@@ -120,9 +151,8 @@ def test_a_program_prints_what_it_prints_alone(
 ) -> None:
     model, num_blocks, text = _PROGRAMS[name]
     path = _written(tmp_path, text)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "argv", [str(path), "0.01"])
-        runpy.run_path(str(path), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", [str(path), "0.01"])
+    runpy.run_path(str(path), run_name="__main__")
     plain = capsys.readouterr().out
     assert cli.main(["run", *options, str(path), "0.01"]) == 0
     printed = capsys.readouterr()
@@ -176,7 +206,7 @@ def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
         ("--budget 3GiB --activation-budget 60% {}", "--budget and --activation-budget are both given"),
         ("--activation-budget lots {}", "lots"),
         ("--policy matmul {}", "matmul"),
-        ("no/such.py", "no/such.py is no file"),
+        ("no/such.py", "no/such.py is not a file"),
     ],
 )
 def test_a_mistake_gets_one_line_before_the_program_runs(
@@ -190,9 +220,23 @@ def test_a_mistake_gets_one_line_before_the_program_runs(
     assert said in printed.err and printed.err.count("\n") == 1
 
 
-def test_a_launcher_runs_the_module(tmp_path: Path) -> None:
+def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").write_text(_NETWORKS + textwrap.dedent(_PROGRAMS["function"][2]))
+    at_exit = """
+    import atexit, pickle
+
+    class Kept:
+        pass
+
+    atexit.register(lambda: print(len(pickle.dumps(Kept())) > 0))
+    """
+    text = _NETWORKS + textwrap.dedent(at_exit) + textwrap.dedent(_PROGRAMS["function"][2])
+    (tmp_path / "package" / "train.py").write_text(text)
     words = ["-m", "actckpt.run", "--policy", "matmuls", "-m", "package.train", "0.01"]
-    found = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert len(found.stdout.split()) == 4 and "4 of 4 blocks ran (policy='matmuls')" in found.stderr
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[4:] == ["True"] and "4 of 4 blocks ran (policy='matmuls')" in done.stderr
+
+
+def test_an_interrupted_program_has_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(BrokenPipeError, match="mine"):
+        cli.main(["run", str(_written(tmp_path, "raise BrokenPipeError('mine')"))])
