@@ -13,6 +13,7 @@ namespace actckpt::replay {
 namespace {
 
 constexpr long long kGrowth = 16;
+constexpr long long kGrowthOfNumber = 128;
 
 // Candidates, each held for the time of the decision.
 using CandidateList = std::vector<py::object>;
@@ -100,7 +101,7 @@ bool has_grown(const TapeObject* tape) {
   const long long least_bytes = PyLong_AsLongLong(names().least_growth_bytes);
   if (least_bytes == 0) return tape->new_held_bytes > 0;
   return tape->new_held_bytes >= tape->held_bytes / kGrowth + least_bytes &&
-         tape->num_values - tape->values_at_examination >= tape->num_examined / kGrowth;
+         tape->num_values - tape->values_at_examination >= tape->num_examined / kGrowthOfNumber;
 }
 
 // Forgets storages that are gone, and with them what no handle leads to. The last go first: they hold earlier ones.
