@@ -3,115 +3,57 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import os
 import subprocess
 import sys
 import weakref
-from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from input_routes import ROUTES
 from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, theirs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import actckpt
 
-Pair = namedtuple("Pair", ["x", "m"])
-
-
-@dataclasses.dataclass
-class Options:
-    scale: float
-    m: torch.Tensor
-
-
-def _closure(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda x: (x * m).exp(), x)
-
-
-def _nested_closure(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    def scaled(x: torch.Tensor) -> torch.Tensor:
-        return x * m
-
-    return checkpoint(lambda x: scaled(x).exp(), x)
-
-
-def _default(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    def function(x: torch.Tensor, m: torch.Tensor = m) -> torch.Tensor:
-        return (x * m).exp()
-
-    return checkpoint(function, x)
-
-
-def _keyword_default(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    def function(x: torch.Tensor, *, m: torch.Tensor = m) -> torch.Tensor:
-        return (x * m).exp()
-
-    return checkpoint(function, x)
-
-
-GLOBAL = torch.ones(3)
-
-
-def _global(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    global GLOBAL
-    GLOBAL = m
-    return checkpoint(lambda x: (x * GLOBAL).exp(), x)
-
-
-def _bound_method(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    class Layer:
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * m).exp()
-
-    return checkpoint(Layer().forward, x)
-
-
-def _multiply(x: torch.Tensor, m: Any, pick: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    return (x * pick(m)).exp()
-
-
-def _in(make: Callable[[torch.Tensor], Any], pick: Callable[[Any], torch.Tensor]) -> Callable[..., torch.Tensor]:
-    return lambda checkpoint, x, m: checkpoint(_multiply, x, make(m), pick)
-
-
-PLACES: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "keyword": (lambda ck, x, m: ck(lambda x, *, m: (x * m).exp(), x, m=m), "Keyword argument 'm'"),
-    "keyword list": (lambda ck, x, m: ck(lambda x, *, ms: (x * ms[0]).exp(), x, ms=[m]), "'ms'.*0"),
-    "list": (_in(lambda m: [m], lambda v: v[0]), "Argument 1.*0"),
-    "tuple": (_in(lambda m: (0, m), lambda v: v[1]), "Argument 1.*1"),
-    "dict": (_in(lambda m: {"m": m}, lambda v: v["m"]), "Argument 1.*m"),
-    "ordered dict": (_in(lambda m: OrderedDict(m=m), lambda v: v["m"]), "Argument 1.*m"),
-    "default dict": (_in(lambda m: defaultdict(int, m=m), lambda v: v["m"]), "Argument 1.*m"),
-    "named tuple": (_in(lambda m: Pair(1, m), lambda v: v.m), "Argument 1.*1"),
-    "dataclass": (_in(lambda m: Options(1.0, m), lambda v: v.m), "Argument 1.*m"),
-    "nested containers": (_in(lambda m: {"a": [(1, {"m": m})]}, lambda v: v["a"][0][1]["m"]), "Argument 1.*a.*0.*1.*m"),
-    "closure": (_closure, "'m' in the closure"),
-    "closure of a closure": (_nested_closure, "'m' in the closure"),
-    "function argument": (_in(lambda m: lambda: m, lambda v: v()), "'m' in the closure"),
-    "default": (_default, "defaults"),
-    "keyword-only default": (_keyword_default, "defaults"),
-    "partial": (lambda ck, x, m: ck(partial(lambda m, x: (x * m).exp(), m), x), "arguments"),
-    "partial keyword": (lambda ck, x, m: ck(partial(lambda x, m: (x * m).exp(), m=m), x), "keywords.*m"),
-    "global": (_global, "Global variable 'GLOBAL'"),
-    "method of an object": (_bound_method, "'m' in the closure"),
+#: What an error calls a tensor that came this way.
+NAMED: dict[str, str] = {
+    "keyword": "Keyword argument 'held'",
+    "keyword list": "'items'.*0",
+    "list": "Argument 1.*0",
+    "tuple": "Argument 1.*1",
+    "dict": "Argument 1.*held",
+    "ordered dict": "Argument 1.*held",
+    "default dict": "Argument 1.*held",
+    "named tuple": "Argument 1.*1",
+    "dataclass": "Argument 1.*held",
+    "nested containers": "Argument 1.*a.*0.*1.*held",
+    "deque": "Argument 1",
+    "closure": "'held' in the closure",
+    "closure of a closure": "'held' in the closure",
+    "function argument": "'held' in the closure",
+    "default": "defaults",
+    "keyword-only default": "defaults",
+    "partial": "arguments",
+    "partial keyword": "keywords.*held",
+    "method of a class": "'held' in the closure",
+    "global": "Global variable 'GLOBAL'",
 }
 
 
-@pytest.mark.parametrize("is_view", [False, True], ids=["tensor", "view"])
-@pytest.mark.parametrize("place", PLACES)
-def test_an_input_changed_in_place_after_forward_raises_and_is_named(place: str, is_view: bool) -> None:
-    call, words = PLACES[place]
+def _read(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    return (x * held).exp()
 
+
+@pytest.mark.parametrize("is_view", [False, True], ids=["tensor", "view"])
+@pytest.mark.parametrize("route", NAMED)
+def test_an_input_changed_in_place_after_forward_raises_and_is_named(route: str, is_view: bool) -> None:
     def run(method: Checkpoint) -> torch.Tensor | None:
         base = torch.tensor([1.0, 2.0, 3.0])
         x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        y = call(method, x, base[:] if is_view else base)
+        y = ROUTES[route](method, _read, x, base[:] if is_view else base)
         if method is not plain:
             base.add_(1)
         y.sum().backward()
@@ -119,7 +61,7 @@ def test_an_input_changed_in_place_after_forward_raises_and_is_named(place: str,
 
     expected, silently_wrong = run(plain), run(theirs)
     assert not torch.equal(expected, silently_wrong), "torch has learnt this: say so in docs/differences.md"
-    with pytest.raises(actckpt.errors.InputChangedError, match=f"(?s){words}"):
+    with pytest.raises(actckpt.errors.InputChangedError, match=f"(?s){NAMED[route]}"):
         run(ours)
 
 
@@ -171,18 +113,17 @@ def test_a_parameter_that_an_optimizer_moved_before_backward_raises(call: str | 
         run(ours)
 
 
-#: A module's global, and the closure of a function that a class holds, stay whatever a region does.
-HELD_BY_PYTHON = ("global", "method of an object")
+#: What a region cannot pack: a deque, what a class holds, a global of a module.
+NOT_PACKED = ["deque", "method of a class", "global"]
 
 
-def _is_alive_after_an_outer_region(place: str, method: Checkpoint) -> bool:
-    call, _ = PLACES[place]
+def _is_alive_after_an_outer_region(route: str, method: Checkpoint) -> bool:
     storages = []
 
     def outer(x: torch.Tensor) -> torch.Tensor:
         m = x.sin()
         storages.append(weakref.ref(m.untyped_storage()))
-        return call(method, x.cos(), m).sum()
+        return ROUTES[route](method, _read, x.cos(), m).sum()
 
     y = method(outer, leaf(3))
     alive = storages[0]() is not None
@@ -190,8 +131,8 @@ def _is_alive_after_an_outer_region(place: str, method: Checkpoint) -> bool:
     return alive
 
 
-def places_alive_after_an_outer_region(method: Checkpoint) -> list[str]:
-    return [name for name in PLACES if _is_alive_after_an_outer_region(name, method)]
+def routes_alive_after_an_outer_region(method: Checkpoint) -> list[str]:
+    return [name for name in NAMED if _is_alive_after_an_outer_region(name, method)]
 
 
 def test_an_outer_region_frees_what_an_inner_one_holds() -> None:
@@ -200,29 +141,24 @@ def test_an_outer_region_frees_what_an_inner_one_holds() -> None:
     Torch 2.13 leaves its frame evaluation in place then, and `torch._dynamo.reset()` does not take it away.
     """
     code = """if True:
-        from test_better_than_torch import ours, places_alive_after_an_outer_region, theirs
-        print([places_alive_after_an_outer_region(method) for method in (theirs, ours)])
+        from test_better_than_torch import ours, routes_alive_after_an_outer_region, theirs
+        print([routes_alive_after_an_outer_region(method) for method in (theirs, ours)])
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert ast.literal_eval(done.stdout) == [list(PLACES), list(HELD_BY_PYTHON)]
+    assert ast.literal_eval(done.stdout) == [list(NAMED), NOT_PACKED]
 
 
-GENERATORS: dict[str, Callable[..., torch.Tensor]] = {
-    "positional": lambda ck, x, g: ck(lambda x, g: (x * torch.rand(3, generator=g)).exp(), x, g),
-    "keyword": lambda ck, x, g: ck(lambda x, *, g: (x * torch.rand(3, generator=g)).exp(), x, g=g),
-    "closure": lambda ck, x, g: ck(lambda x: (x * torch.rand(3, generator=g)).exp(), x),
-    "partial": lambda ck, x, g: ck(partial(lambda g, x: (x * torch.rand(3, generator=g)).exp(), g), x),
-    "container": lambda ck, x, g: ck(lambda x, g: (x * torch.rand(3, generator=g["g"])).exp(), x, {"g": g}),
-}
+def _draw(x: torch.Tensor, held: torch.Generator) -> torch.Tensor:
+    return (x * torch.rand(3, generator=held)).exp()
 
 
-@pytest.mark.parametrize("place", GENERATORS)
-def test_explicit_generators_draw_the_same_again(place: str) -> None:
+@pytest.mark.parametrize("route", [name for name in ROUTES if not name.startswith("global")])
+def test_explicit_generators_draw_the_same_again(route: str) -> None:
     def run(method: Checkpoint) -> Any:
         generator = torch.Generator().manual_seed(3)
         x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        y = GENERATORS[place](method, x, generator)
+        y = ROUTES[route](method, _draw, x, generator)
         y = y + torch.rand(3, generator=generator)
         state = generator.get_state()
         y.sum().backward()
