@@ -100,6 +100,18 @@ class CountOperators(TorchDispatchMode):
         return sum(self.counts.values())
 
 
+def operators_of_audit(program: Callable[[], object]) -> int:
+    """Return how many operators an audit adds to `program`: its checksums."""
+    with CountOperators() as audited:
+        program()
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")
+    with CountOperators() as plainly:
+        program()
+    actckpt.configure(audit=before)
+    return audited.total - plainly.total
+
+
 def assert_equal(left: Any, right: Any) -> None:
     """Raise unless two nested results are bit-equal."""
     assert type(left) is type(right)
