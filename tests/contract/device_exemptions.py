@@ -42,6 +42,7 @@ _RACES = "moves noise before its kernel writes it, which the simulated device ta
 _OF_SIMULATED = (_RACES, _NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE, _FRESH)
 
 _OFFLOAD = "offload/test_offload_"
+_KERNELS = "replay/test_replay_kernels.py::test_programs_are_bit_equal_to_plain_autograd"
 _MATCHES = "replay/test_policy_matches.py::"
 _AUDIT = "replay/test_replay_audit.py::"
 _FUNCTION = "contract/test_subclasses.py::test_a_function_gets_back_the_subclass_that_it_saved"
@@ -71,8 +72,8 @@ EXEMPT: dict[str, str] = {
     "contract/test_blocks.py::test_a_saved_model_is_loaded_by_a_fresh_process": _FRESH,
     f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
     "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,
-    "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,
-    "replay/test_replay_regressions.py::test_a_sparse_argument_that_changes_is_not_read_again": _NO_LAYOUT,
+    f"{_KERNELS}[transform=jvp]": _FORWARD_MODE,
+    f"{_KERNELS}[sparse]": _NO_LAYOUT,
     "replay/test_replay_filling.py::test_memory_that_was_offloaded_is_not_held_until_its_region_closes": _LATER,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[sparse]": _NO_LAYOUT,
@@ -86,14 +87,14 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}window.py::test_a_store_made_later_has_the_limit_of_owners": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
-    "replay/test_replay_regressions.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
+    "replay/test_replay_aliases.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
         _COUNT_THEMSELVES
     ),
     f"{_OFFLOAD}regressions.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
     f"{_OFFLOAD}regressions.py::test_a_module_with_a_sparse_buffer_runs": _NO_LAYOUT,
     f"{_OFFLOAD}stays.py::test_a_tensor_dtype_and_device_that_no_store_takes_stays": _NO_LAYOUT,
     "offload/test_prefer_offload.py::test_forward_does_not_wait_for_a_disk_that_is_behind": _FILE,
-    "replay/test_replay_regressions.py::test_strided_nested_tensors_pass_through_a_region": _NO_LAYOUT,
+    f"{_KERNELS}[strided nested]": _NO_LAYOUT,
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
     "[hooks noise]": _HOOKS,
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
@@ -127,11 +128,7 @@ EXEMPT: dict[str, str] = {
 #: What `--device cuda` leaves out besides.
 EXEMPT_ON_GPU: dict[str, str] = {
     **dict.fromkeys(
-        (
-            "replay/test_replay_regressions.py::"
-            f"test_what_an_operator_wrote_before_it_raised_is_no_longer_what_it_was[{case}]"
-            for case in ("index_put", "scatter_add")
-        ),
+        (f"{_KERNELS}[what an operator wrote write={case}]" for case in ("index put", "scatter add")),
         _ENDS_CONTEXT,
     ),
     f"{_AUDIT}test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store": _FORKS,
@@ -139,7 +136,7 @@ EXEMPT_ON_GPU: dict[str, str] = {
         _TRANSPOSED
     ),
     "rerun/test_keywords.py::test_early_stop_leaves_a_scripted_function_in_which_torch_fails": _FUSED,
-    "replay/test_replay_kernels.py::test_attention_with_dropout[backend1]": _NO_FLOAT32,
+    f"{_KERNELS}[attention backend=SDPBackend.FLASH ATTENTION]": _NO_FLOAT32,
     "replay/test_replay_models.py::test_lstm": _STARTS_ANEW,
     "replay/test_presets.py::test_each_keeps_what_it_says_and_the_rest_is_recomputed": _OF_CPU,
 }

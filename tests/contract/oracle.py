@@ -139,12 +139,15 @@ class Programs(dict[str, Callable[..., Any]]):
         return function
 
     def each(self, **values: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Add a program once for each combination of values of its keywords."""
+        """Add a program once for each combination of values of its keywords; a dict has names for them."""
+        named = [
+            v.items() if isinstance(v, dict) else [(getattr(o, "__name__", o), o) for o in v] for v in values.values()
+        ]
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            for chosen in itertools.product(*values.values()):
-                keywords = dict(zip(values, chosen, strict=True))
-                name = " ".join([function.__name__, *(f"{key}={value}" for key, value in keywords.items())])
+            for chosen in itertools.product(*named):
+                name = " ".join([function.__name__, *(f"{k}={n}" for k, (n, _) in zip(values, chosen, strict=True))])
+                keywords = {key: value for key, (_, value) in zip(values, chosen, strict=True)}
                 self[name.replace("_", " ")] = partial(function, **keywords)
             return function
 

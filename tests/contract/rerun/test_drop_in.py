@@ -248,7 +248,7 @@ class Repeated(list[Any]):
         super().__init__([value] * count)
 
 
-@functions.each(make=[lambda x: Two(x, x), lambda x: Repeated(2, x)])
+@functions.each(make={"tuple": lambda x: Two(x, x), "list": lambda x: Repeated(2, x)})
 def subclasses_with_a_constructor_of_their_own(checkpoint: Checkpoint, x: torch.Tensor, make: Any) -> torch.Tensor:
     return checkpoint(lambda pair: (pair[0] * pair[1]).exp(), make(x))
 
