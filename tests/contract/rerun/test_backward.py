@@ -18,35 +18,12 @@ def test_every_way_of_running_backward_is_bit_equal(name: str) -> None:
     assert_as_plain(programs[name])
 
 
-@programs
-def three_backwards_over_a_retained_graph(checkpoint: Checkpoint) -> Any:
-    model, x = mlp(dropout=0.5), leaf(3, 8)
-    y = checkpoint(model, x)
-    results = []
-    for keep in (True, True, False):
-        x.grad = None
-        y.sum().backward(retain_graph=keep)
-        results.append(x.grad)
-    assert_equal(results[1], results[0])
-    assert_equal(results[2], results[0])
-    return y, results, gradients(model)
-
-
 @pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
 def test_a_second_backward_over_a_freed_graph_raises_autograds_error(method: Checkpoint) -> None:
     y = method(mlp(), leaf(3, 8)).sum()
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
-
-
-@programs
-def grad_outside_of_the_region_by_autograd_grad(checkpoint: Checkpoint) -> Any:
-    model, x = mlp(dropout=0.5), leaf(3, 8)
-    y = checkpoint(model, x.exp())
-    first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-    second = torch.autograd.grad(y.square().sum(), list(model.parameters()))
-    return y, first, second
 
 
 @programs
@@ -57,15 +34,6 @@ def second_and_third_derivatives(checkpoint: Checkpoint) -> Any:
     second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w), create_graph=True)
     third = torch.autograd.grad(sum(g.sin().sum() for g in second), (x, w))
     return y, first, second, third
-
-
-@programs
-def double_backward_through_nested_regions_with_dropout(checkpoint: Checkpoint) -> Any:
-    inner, x = mlp(dropout=0.3), leaf(2, 8)
-    y = checkpoint(lambda x: checkpoint(inner, x.sin()).tanh(), x)
-    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    grad.square().sum().backward()
-    return y, grad, x.grad, gradients(inner)
 
 
 @programs.each(early_stop=[True, False])
@@ -103,17 +71,6 @@ def partial_backwards_one_input_at_a_time(checkpoint: Checkpoint, first: str) ->
     y.sum().backward(inputs=order[:1], retain_graph=True)
     y.sum().backward(inputs=order[1:])
     return y, x.grad, w.grad
-
-
-@programs
-def results_backwarded_one_after_the_other(checkpoint: Checkpoint) -> Any:
-    model, x = mlp(dropout=0.5), leaf(3, 8)
-    a, b = checkpoint(lambda x: (model(x), model(x.sin())), x)
-    b.sum().backward()
-    first = x.grad
-    x.grad = None
-    a.sum().backward()
-    return a, b, first, x.grad, gradients(model)
 
 
 @programs

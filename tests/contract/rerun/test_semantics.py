@@ -24,45 +24,6 @@ def test_programs_are_bit_equal(name: str) -> None:
     assert_as_plain(programs[name])
 
 
-@programs
-def a_region_without_random_numbers(checkpoint: Checkpoint) -> Any:
-    model, x = mlp(), leaf(3, 8)
-    y = checkpoint(model, x)
-    y.square().sum().backward()
-    return y, x.grad, gradients(model)
-
-
-@programs.each(depth=[2, 3])
-def nested_regions_with_dropout(checkpoint: Checkpoint, depth: int) -> Any:
-    models = [mlp(dropout=0.3) for _ in range(depth)]
-
-    def nested(level: int, x: torch.Tensor, *, scale: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-        x = models[level](x) * scale
-        if level + 1 < depth:
-            x = checkpoint(nested, level + 1, x, scale=scale.sin(), extra=[extra[0].exp(), x])
-        return x + extra[0] * extra[-1]
-
-    x, scale, extra = leaf(3, 8), leaf(8), leaf(3, 8)
-    y = checkpoint(nested, 0, x.cos(), scale=scale.cos(), extra=[extra])
-    y.sum().backward()
-    return y, x.grad, scale.grad, extra.grad, [gradients(model) for model in models]
-
-
-@programs
-def nested_regions_that_share_closures(checkpoint: Checkpoint) -> Any:
-    weight, x = leaf(4, 4), leaf(2, 4)
-    derived = weight.tanh()
-
-    def outer(x: torch.Tensor) -> torch.Tensor:
-        between = x @ derived
-        first = checkpoint(lambda y: (y * between).exp() @ derived, x.sin())
-        return checkpoint(lambda y: y.sigmoid() * first * between, first)
-
-    y = checkpoint(outer, x)
-    y.sum().backward()
-    return y, x.grad, weight.grad
-
-
 def _in_both_defaults(checkpoint: Checkpoint, read: Any, x: torch.Tensor, m: torch.Tensor) -> Any:
     def function(x: torch.Tensor, m: torch.Tensor = m, *, n: torch.Tensor = m.cos()) -> torch.Tensor:  # noqa: B008
         return (x * m * n).exp()
@@ -151,15 +112,6 @@ def test_results_without_tensors_are_returned(method: Checkpoint) -> None:
     assert method(lambda: 3) == 3
 
 
-@programs
-def one_of_two_results_is_used(checkpoint: Checkpoint) -> Any:
-    x, w = leaf(3, 4), leaf(3, 4)
-    a, b = checkpoint(lambda x, w: ((x * w).exp(), (x * w).sin().exp()), x, w)
-    b.sum().backward()
-    del a
-    return b, x.grad, w.grad
-
-
 def test_without_grad_mode_the_function_is_just_called() -> None:
     x = leaf(3)
     with torch.no_grad():
@@ -208,23 +160,6 @@ def custom_functions(checkpoint: Checkpoint) -> Any:
     y = checkpoint(function, x, w)
     y.sum().backward()
     return y, x.grad, w.grad
-
-
-@programs
-def in_place_operators_and_views_inside(checkpoint: Checkpoint) -> Any:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        y.view(-1)[::2].mul_(3)
-        y = torch.relu_(y).transpose(0, 1).clone()
-        y[0].add_(y[1].clone())
-        z = y.reshape(-1).sin()
-        z[1:3] = z[3:5] * 2
-        return z.as_strided((2, 2), (3, 1), 1).exp()
-
-    x = leaf(3, 4)
-    y = checkpoint(function, x)
-    y.sum().backward()
-    return y, x.grad
 
 
 @programs
