@@ -274,20 +274,6 @@ def test_a_block_that_raises_leaves_nothing_behind() -> None:
     assert actckpt.report(model).kept_bytes == held
 
 
-def test_arguments_that_are_none_are_refused() -> None:
-    model = Model()
-    actckpt.apply(model)
-    with pytest.raises(ValueError, match=r"group_by='modules'\. Pass 'operator', 'module' or 'type'"):
-        actckpt.report(model, group_by="modules")  # type: ignore[arg-type]
-    wrong_tops: list[Any] = [0, -1, "a", 2.5, True]
-    for wrong in wrong_tops:
-        with pytest.raises(ValueError, match=rf"^report: top={wrong!r}\. Pass the number of rows, from 1 on, or None"):
-            actckpt.report(model, top=wrong)
-    near: Any = "modul"
-    with pytest.raises(ValueError, match=r"^report: group_by='modul'\. .* Did you mean 'module'\?$"):
-        actckpt.report(model, group_by=near)
-
-
 def test_keep_can_be_recorded_and_holds_what_plain_training_does() -> None:
     model = Model()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import on_device
@@ -19,7 +17,6 @@ from offload_oracle import TwoTensor, flush, store_of_kind, two_tensor
 from oracle import leaf
 
 import actckpt
-from actckpt import config
 
 
 @pytest.fixture(autouse=True)
@@ -272,21 +269,3 @@ def test_reading_ahead_reaches_into_the_next_block(options: dict[str, Any]) -> N
             not_ahead = figures.offloaded_bytes // (512 * 512 * 4) - figures.prefetched_reloads
             behind.append(figures.late_reloads if on_device.device_type == "cpu" else not_ahead)
     assert min(behind) <= 2, "only the first could not be known"
-
-
-# Bad input.
-
-
-def test_a_folder_given_as_bytes_is_that_folder_or_refused(tmp_path: Path) -> None:
-    before = config.settings().spill_dir
-    try:
-        assert actckpt.configure(spill_dir=os.fsencode(tmp_path)).spill_dir == str(tmp_path)
-    except ValueError as error:
-        assert "spill_dir" in str(error)
-    finally:
-        actckpt.configure(spill_dir=before)
-
-
-def test_a_folder_that_is_no_path_names_the_setting() -> None:
-    with pytest.raises(ValueError, match="spill_dir"):
-        actckpt.configure(spill_dir=5)

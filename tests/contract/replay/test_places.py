@@ -412,23 +412,6 @@ def test_a_rerun_that_is_named_otherwise_than_its_forward_raises(way: str) -> No
             y.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("table", "what"),
-    [
-        ({"layers.0::aten.mmm.default#0.0": "keep"}, "aten.mmm.default. Nearest: .*aten.mm"),
-        ({"layers.*::aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
-        ({"aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
-        ({"layers.*::": "keep"}, "after '::' goes an operator"),
-        ({"layers.0::aten.mm": "kep"}, "Did you mean 'keep'"),
-        ({3: "keep"}, "the key 3 of the dict is a int"),
-        ({Model: "keep"}, "is a type. Pass an actckpt.Place"),
-    ],
-)
-def test_a_wrong_table_is_refused_with_what_is_near(table: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        actckpt.region(table)
-
-
 def test_entries_that_match_nothing_are_reported_with_the_nearest_place_and_told_if_none_matches() -> None:
     model = Model()
     with actckpt.region({"head": "keep", "layers.0.mpl.1::aten.gelu.default#0.0": "keep"}) as region:

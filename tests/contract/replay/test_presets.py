@@ -105,13 +105,6 @@ def test_one_of_which_no_operator_runs_is_told_as_one_and_not_by_each_operator_o
     assert idle.startswith("'attention' (") and idle.endswith(" and others)")
 
 
-def test_a_misspelt_one_is_refused_with_what_is_near() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'attention'"):
-        actckpt.region("atention")  # type: ignore[call-overload, unused-ignore]
-    with pytest.raises(ValueError, match=r"the action of aten\.mm='matmuls' is not an action"):
-        actckpt.policies.PerOp({"aten.mm": "matmuls"})  # type: ignore[dict-item]
-
-
 def test_compare_takes_them_and_its_default_is_one() -> None:
     model = nn.Sequential(*(Block(16) for _ in range(3)))
     x = torch.randn(2, 8, 16)

@@ -64,20 +64,6 @@ def test_the_package_replaces_the_module_by_its_import_alone() -> None:
     assert checkpoint.CheckpointError is torch_checkpoint.CheckpointError
 
 
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"use_reentrant": True}, "use_reentrant=False"),
-        ({"policy": "nothing"}, "recompute"),
-        ({"determinism_check": "sometimes"}, "'none'"),
-        ({"debug": True, "context_fn": lambda: (contextlib.nullcontext(),) * 2}, "Drop one"),
-    ],
-)
-def test_bad_keywords_raise_value_errors_that_say_what_to_pass(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ours(torch.sin, leaf(3), **keywords)
-
-
 def test_mismatch_errors_are_torchs_and_ours() -> None:
     for error in (
         actckpt.errors.RerunMismatchError,
@@ -353,19 +339,6 @@ def test_checkpoint_sequential_is_bit_equal_to_torchs() -> None:
         assert_as_plain(program)
 
 
-@pytest.mark.parametrize("segments", [0, -1, 5])
-def test_segments_that_do_not_fit_raise_with_both_numbers(segments: int) -> None:
-    with pytest.raises(ValueError, match=f"segments={segments} does not fit 4"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, segments, leaf(3))
-
-
-def test_checkpoint_sequential_names_keywords_that_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="unknown_keyword"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, 2, leaf(3), unknown_keyword=1)
-    with pytest.raises(ValueError, match="use_reentrant"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, 2, leaf(3), use_reentrant=True)
-
-
 def test_without_a_function_it_is_a_decorator_as_in_torch_2_15() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -386,9 +359,3 @@ def test_without_a_function_it_is_a_decorator_as_in_torch_2_15() -> None:
     assert operators.counts["aten.sin.default"] == 1  # ran again
     expected = torch.autograd.grad((block.linear(x.sin()).exp() * 2).sum(), x)
     assert_equal((x.grad,), expected)
-
-
-@pytest.mark.parametrize("given", [((), {"depth": 1}), ((3,), {})])
-def test_a_decorator_takes_options_only(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="no function was given, but"):
-        actckpt.checkpoint(None, *given[0], **given[1])
