@@ -60,12 +60,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on the device of the command line, which must have no fault to tell of."""
     name: str = request.config.getoption("--device")
+    if gc.get_freeze_count() == 0:  # torch and all tests, which each collection of a test would look through
+        gc.collect()
+        gc.freeze()
     if name == "cpu":
         yield name
         return
-    if gc.get_freeze_count() == 0:  # torch and all tests, which the collections below would look through each time
-        gc.collect()
-        gc.freeze()
     with (_on_gpu if name == "cuda" else _on_simulated)(request.node), tensors_on(name):
         yield name
         gc.collect()

@@ -272,7 +272,7 @@ def test_regions_that_keep_what_they_make_stay_flat_over_many_steps() -> None:
         return len(gc.get_objects())
 
     before = objects_after(10)
-    assert objects_after(250) <= before + 20
+    assert objects_after(60) <= before + 20
     with LiveStorages() as live:
         for _ in range(10):
             step()

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import linecache
-import os
 import pickle
-import subprocess
 import sys
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import on_device
@@ -482,33 +479,3 @@ def test_a_table_under_torch_compile_is_refused_by_name() -> None:
     )
     with pytest.raises(Exception, match=r"actckpt.checkpoint: this policy cannot be honoured under torch.compile"):
         run(_input())
-
-
-_PROGRAM = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-if sys.argv[2] == "1":  # other addresses, other modules
-    import decimal, sqlite3
-    heap = [object() for _ in range(10**5)]
-import torch, actckpt
-from actckpt._replay import audit
-from test_places import Model, _input, _in_one_region, _TABLES
-torch.set_num_threads(1)
-model = Model()
-places = [_in_one_region(model, _input(), table) for table in ("recompute", *_TABLES.values())]
-keys = [str(key).replace(sys.argv[1], "") for key in audit._by_code]
-sites = [(sorted(site.structures), sorted(site.audited), sorted(map(str, site.modules.items())), site.where)
-         for site in audit._by_code.values()]
-print(json.dumps([places, keys, sites]))
-"""
-
-
-def test_what_outlives_a_step_is_the_same_in_every_process() -> None:
-    folder = str(Path(__file__).parent)
-    found = []
-    for seed in ("0", "1", "77"):
-        path = f"{os.environ.get('PYTHONPATH', '')}:{folder}/.."
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        run = [sys.executable, "-W", "ignore", "-c", _PROGRAM, folder, str(int(seed != "0"))]
-        found.append(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
-    assert found[0] == found[1] == found[2] and "layers.0.mlp.1::aten.gelu" in found[0]

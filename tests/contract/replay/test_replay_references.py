@@ -1,4 +1,4 @@
-"""2,000 replays of each kind give every reference back: references.py tells how."""
+"""500 replays of each kind give every reference back: references.py tells how."""
 
 from __future__ import annotations
 
