@@ -104,7 +104,7 @@ EXEMPT: dict[str, str] = {
     f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
-    "rerun/test_better_than_torch.py::test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it": _DEFAULT_DEVICE,
+    "rerun/test_better_than_torch.py::test_what_torch_fails_at_is_right[default device]": _DEFAULT_DEVICE,
     "rerun/test_better_than_torch.py::test_the_default_device_of_the_forward_holds_in_the_rerun": _DEFAULT_DEVICE,
     f"{_OFFLOAD}enlarged.py::test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number": _FREED,
     f"{_OFFLOAD}freed.py::test_memory_freed_while_it_is_copied_out_gives_what_was_saved": _FREED,
@@ -137,7 +137,7 @@ EXEMPT_ON_GPU: dict[str, str] = {
     ),
     "rerun/test_keywords.py::test_early_stop_leaves_a_scripted_function_in_which_torch_fails": _FUSED,
     f"{_KERNELS}[attention backend=SDPBackend.FLASH ATTENTION]": _NO_FLOAT32,
-    "replay/test_replay_models.py::test_lstm": _STARTS_ANEW,
+    "replay/test_replay_models.py::test_a_model_trains_as_without_a_region[lstm]": _STARTS_ANEW,
     "replay/test_presets.py::test_each_keeps_what_it_says_and_the_rest_is_recomputed": _OF_CPU,
 }
 

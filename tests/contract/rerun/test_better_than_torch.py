@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from input_routes import ROUTES
-from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, theirs
+from oracle import Checkpoint, Log, Programs, assert_equal, leaf, ours, plain, theirs
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
@@ -73,22 +73,6 @@ def test_a_positional_tensor_changed_in_place_raises_as_in_torch() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
         assert x.grad is None
-
-
-def _one_layer_after_the_other(method: Checkpoint) -> torch.Tensor | None:
-    weights = [torch.full((3,), float(i)) for i in range(1, 4)]
-    x = h = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-    for scale, w in enumerate(weights, 1):
-        h = method(lambda h: (h * w * scale).sin(), h)  # noqa: B023 - the point of the test
-    h = h + x.cos()
-    h.sum().backward()
-    return x.grad
-
-
-def test_loop_variables_bound_anew_after_forward_keep_their_value_in_the_rerun() -> None:
-    expected = _one_layer_after_the_other(plain)
-    assert not torch.equal(_one_layer_after_the_other(theirs), expected)
-    assert_equal(_one_layer_after_the_other(ours), expected)
 
 
 @pytest.mark.parametrize("call", [None, "forward", "__call__"])
@@ -178,78 +162,132 @@ class DoubleExp(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_function_modes_of_the_forward_are_active_in_the_rerun() -> None:
-    def run(method: Checkpoint) -> torch.Tensor | None:
-        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        with DoubleExp():
-            y = method(lambda x: x.exp().sin(), x)
-        y.sum().backward()
-        return x.grad
-
-    assert not torch.equal(run(theirs), run(plain))
-    assert_equal(run(ours), run(plain))
+def _x() -> torch.Tensor:
+    return torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
 
 
-def test_function_modes_at_the_time_of_a_rerun_are_not_active_in_it() -> None:
-    # Backward takes the user's modes off the stack, other readers of saved tensors do not.
-    def run(method: Checkpoint) -> torch.Tensor:
-        y = method(lambda x: x.exp().sin(), torch.tensor([0.1, 0.2, 0.3], requires_grad=True))
-        with DoubleExp():
-            saved = y.grad_fn._saved_self
-            one = torch.ones(1)
-            is_doubled = bool(one.exp() > 5)  # the mode is still there
-        assert is_doubled
-        return saved.detach()
-
-    assert not torch.equal(run(theirs), run(plain))
-    assert_equal(run(ours), run(plain))
+#: What torch computes otherwise, and what it fails at.
+wrong, failing = Programs(), Programs()
 
 
-def test_the_default_dtype_of_the_forward_holds_in_the_rerun() -> None:
-    def run(method: Checkpoint) -> torch.Tensor | None:
-        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        torch.set_default_dtype(torch.float64)
+@wrong
+def loop_variables_that_are_bound_anew(method: Checkpoint) -> torch.Tensor | None:
+    weights = [torch.full((3,), float(i)) for i in range(1, 4)]
+    x = h = _x()
+    for scale, w in enumerate(weights, 1):
+        h = method(lambda h: (h * w * scale).sin(), h)  # noqa: B023 - the point of the test
+    h = h + x.cos()
+    h.sum().backward()
+    return x.grad
+
+
+@wrong
+def function_modes_of_the_forward(method: Checkpoint) -> torch.Tensor | None:
+    x = _x()
+    with DoubleExp():
+        y = method(lambda x: x.exp().sin(), x)
+    y.sum().backward()
+    return x.grad
+
+
+@wrong
+def function_modes_at_the_time_of_a_rerun(method: Checkpoint) -> torch.Tensor:
+    """Backward takes the user's modes off the stack, other readers of saved tensors do not."""
+    y = method(lambda x: x.exp().sin(), _x())
+    with DoubleExp():
+        saved = y.grad_fn._saved_self
+        is_doubled = bool(torch.ones(1).exp() > 5)  # the mode is still there
+    assert is_doubled
+    return saved.detach()
+
+
+@failing
+def the_default_dtype_of_the_forward(method: Checkpoint) -> torch.Tensor | None:
+    x = _x()
+    torch.set_default_dtype(torch.float64)
+    try:
+        y = method(lambda x: (x * torch.tensor([0.1, 0.2, 0.3])).exp(), x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    y.sum().backward()
+    assert torch.get_default_dtype() is torch.float32
+    return x.grad
+
+
+@failing
+def the_sdpa_kernel_of_the_forward(method: Checkpoint) -> torch.Tensor | None:
+    torch.manual_seed(1)
+    q = leaf(1, 2, 4, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        y = method(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()), q)
+    y.sum().backward()
+    assert torch.backends.cuda.flash_sdp_enabled()
+    return q.grad
+
+
+@failing
+def a_default_device_at_the_time_of_a_rerun(method: Checkpoint) -> torch.Tensor:
+    y = method(lambda x: (x * torch.full((3,), 2.0)).exp(), _x())
+    with torch.device("meta"):
+        saved = y.grad_fn._saved_result
+        assert torch.empty(1).is_meta
+    assert torch.empty(1).is_cpu
+    return saved.detach()
+
+
+@failing.each(reads=[2, 3])
+def saved_tensors_that_are_read_several_times_in_one_backward(method: Checkpoint, reads: int) -> Any:
+    class Read(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            for _ in range(reads - 1):
+                assert len(ctx.saved_tensors) == 2
+            x, w = ctx.saved_tensors
+            return grad * w, grad * x
+
+    calls = Log()
+    x, w = _x(), torch.tensor([0.3, 0.4, 0.5], requires_grad=True)
+    y = method(lambda x, w: (calls.append(1), Read.apply(x.sin(), w.sin()).exp())[1], x, w)
+    y.sum().backward()
+    assert len(calls) <= 3, "one rerun for the first read, one for all others"
+    return [x.grad, w.grad]
+
+
+@failing
+def code_that_catches_exceptions_around_the_last_saving_operator(method: Checkpoint) -> torch.Tensor | None:
+    caught = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
         try:
-            y = method(lambda x: (x * torch.tensor([0.1, 0.2, 0.3])).exp(), x)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        y.sum().backward()
-        assert torch.get_default_dtype() is torch.float32
-        return x.grad
+            x = x.exp()
+        except Exception as error:
+            caught.append(error)
+            x = torch.zeros(3)
+        return x + 1
 
-    with pytest.raises(RuntimeError):
-        run(theirs)
-    assert_equal(run(ours), run(plain))
-
-
-def test_the_sdpa_kernel_of_the_forward_is_taken_in_the_rerun() -> None:
-    def run(method: Checkpoint) -> torch.Tensor | None:
-        torch.manual_seed(1)
-        q = leaf(1, 2, 4, 8)
-        with sdpa_kernel(SDPBackend.MATH):
-            y = method(lambda q: torch.nn.functional.scaled_dot_product_attention(q, q.sin(), q.cos()), q)
-        y.sum().backward()
-        assert torch.backends.cuda.flash_sdp_enabled()
-        return q.grad
-
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        run(theirs)
-    assert_equal(run(ours), run(plain))
+    x = _x()
+    method(function, x).sum().backward()
+    if caught:
+        raise RuntimeError("the rerun's stop came through user code")
+    return x.grad
 
 
-def test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it() -> None:
-    def run(method: Checkpoint) -> torch.Tensor:
-        function = lambda x: (x * torch.full((3,), 2.0)).exp()  # noqa: E731
-        y = method(function, torch.tensor([0.1, 0.2, 0.3], requires_grad=True))
-        with torch.device("meta"):
-            saved = y.grad_fn._saved_result
-            assert torch.empty(1).is_meta
-        assert torch.empty(1).is_cpu
-        return saved.detach()
+@pytest.mark.parametrize("name", wrong)
+def test_what_torch_gets_wrong_is_right(name: str) -> None:
+    assert not torch.equal(wrong[name](theirs), wrong[name](plain))
+    assert_equal(wrong[name](ours), wrong[name](plain))
 
-    with pytest.raises(RuntimeError, match="meta"):
-        run(theirs)
-    assert_equal(run(ours), run(plain))
+
+@pytest.mark.parametrize("name", failing)
+def test_what_torch_fails_at_is_right(name: str) -> None:
+    with pytest.raises(RuntimeError):  # CheckpointError, too
+        failing[name](theirs)
+    assert_equal(failing[name](ours), failing[name](plain))
 
 
 def test_the_default_device_of_the_forward_holds_in_the_rerun() -> None:
@@ -265,57 +303,6 @@ def test_the_default_device_of_the_forward_holds_in_the_rerun() -> None:
     y.sum().backward()
     assert devices == ["meta", "meta"]
     assert torch.empty(1).is_cpu
-
-
-@pytest.mark.parametrize("reads", [2, 3])
-def test_saved_tensors_may_be_read_several_times_in_one_backward(reads: int) -> None:
-    class Read(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:
-            for _ in range(reads - 1):
-                assert len(ctx.saved_tensors) == 2
-            x, w = ctx.saved_tensors
-            return grad * w, grad * x
-
-    def run(method: Checkpoint) -> Any:
-        calls = []
-        x, w = torch.tensor([0.1, 0.2], requires_grad=True), torch.tensor([0.3, 0.4], requires_grad=True)
-        y = method(lambda x, w: (calls.append(1), Read.apply(x.sin(), w.sin()).exp())[1], x, w)
-        y.sum().backward()
-        return [x.grad, w.grad], len(calls)
-
-    with pytest.raises(torch.utils.checkpoint.CheckpointError):
-        run(theirs)
-    grads, calls = run(ours)
-    assert_equal(grads, run(plain)[0])
-    assert calls <= 3, "one rerun for the first read, one for all others"
-
-
-def test_code_that_catches_exceptions_around_the_last_saving_operator_is_not_disturbed() -> None:
-    def run(method: Checkpoint) -> torch.Tensor | None:
-        caught = []
-
-        def function(x: torch.Tensor) -> torch.Tensor:
-            try:
-                x = x.exp()
-            except Exception as error:
-                caught.append(error)
-                x = torch.zeros(3)
-            return x + 1
-
-        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        method(function, x).sum().backward()
-        assert not caught, "the rerun's stop came through user code"
-        return x.grad
-
-    with pytest.raises(AssertionError, match="came through"):
-        run(theirs)
-    assert_equal(run(ours), run(plain))
 
 
 def test_code_that_catches_even_base_exceptions_gets_right_gradients() -> None:
