@@ -118,9 +118,7 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}freed.py::test_a_failed_backward_keeps_nothing_once_its_graph_is_gone": _FREED,
     f"{_OFFLOAD}faults.py::test_a_write_that_fails_keeps_the_tensor": _FILE,
     f"{_OFFLOAD}faults.py::test_short_writes_and_reads_are_continued": _FILE,
-    f"{_OFFLOAD}faults.py::test_an_altered_byte_raises_and_the_next_try_is_right": _FILE,
     f"{_OFFLOAD}faults.py::test_a_read_that_fails_raises_and_the_next_try_is_right": _FILE,
-    f"{_OFFLOAD}faults.py::test_a_read_ahead_that_fails_raises_once_it_is_needed": _FILE,
     f"{_OFFLOAD}faults.py::test_sources_that_are_still_being_written_are_used_as_they_are": _FILE,
     f"{_OFFLOAD}faults.py::test_a_model_trained_over_a_failing_disk_ends_as_over_a_good_one": _FILE,
 }
