@@ -100,7 +100,6 @@ EXEMPT: dict[str, str] = {
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
     "[nested noise]": _HOOKS,
     f"{_MATCHES}test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs": _OF_CPU,
-    f"{_MATCHES}test_operators_run_as_the_warning_says": _OF_CPU,
     f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt import _C, Action
+from actckpt import Action
 
 _MM = torch.ops.aten.mm.default
 _KIB = 1024
@@ -26,7 +26,7 @@ class _ScriptedStore(PythonStore):
 
     has_room = True
 
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+    def put(self, source: Any, nbytes: int, *, must: bool = True) -> Any | None:
         if not (must or self.has_room):
             return None
         return super().put(source, nbytes, must=True)  # a device whose copies are late has none at once

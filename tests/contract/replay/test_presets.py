@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformer_block import Block
 
 import actckpt
-from actckpt._text.presets import PRESETS
 from actckpt.policies import choice_of
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -66,7 +65,7 @@ def test_each_keeps_what_it_says_and_the_rest_is_recomputed() -> None:
     assert _replayed("dots_with_no_batch_dims") == {"aten.convolution.default", "aten.bmm.default", _ATTENTION}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["attention", "matmuls", "dots_with_no_batch_dims"])
 @pytest.mark.parametrize("way", ["region", "checkpoint", "apply"])
 def test_gradients_are_those_of_plain_training(name: str, way: str) -> None:
     model = nn.Sequential(*(Block(16) for _ in range(3)))
