@@ -359,17 +359,6 @@ def test_an_object_that_leads_to_a_whole_program_costs_bounded_time() -> None:
     assert_equal(x.grad, x.detach().exp())
 
 
-def test_generators_of_an_object_draw_the_same_again() -> None:
-    def run(checkpoint: Checkpoint) -> torch.Tensor | None:
-        o = Plain(torch.Generator().manual_seed(3))
-        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        y = checkpoint(lambda x, o: (x * torch.rand(3, generator=o.value)).exp(), x, o)
-        y.sum().backward()
-        return x.grad
-
-    assert_equal(run(ours), run(plain))
-
-
 def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None:
     shared: list[float] = [1.0]
     x = [torch.tensor([0.1, 0.2, 0.3], requires_grad=True) for _ in range(2)]
