@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
+import random_programs
 import torch
 from offload_oracle import flush, store_of_kind
 from oracle import CountOperators, assert_equal, leaf
@@ -238,7 +239,7 @@ def _count(program: _Program, mode: int, region: Any) -> tuple[list[Any], Counte
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize("policy", ["recompute", ["aten.mm", "aten.mul.Tensor", "aten.native_layer_norm"]])
 def test_no_operator_of_a_random_program_runs_more_than_once_more_per_backward(mode: int, policy: Any) -> None:
-    for seed in range(60):
+    for seed in range(random_programs.num_programs // 10):
         program = _Program(seed)
         expected, forward, plain, num_backwards = _count(program, mode, nullcontext())
         found, _, ours, _ = _count(program, mode, actckpt.region(policy))
@@ -257,7 +258,7 @@ def test_random_programs_have_the_right_gradients_within_windows(
     mode: int, policy: Any, windows_from: Callable[[float], None]
 ) -> None:
     windows_from(0)
-    for seed in range(60):
+    for seed in range(random_programs.num_programs // 10):
         program = _Program(seed)
         expected = _count(program, mode, nullcontext())[0]
         found = _count(program, mode, actckpt.region(policy))[0]
