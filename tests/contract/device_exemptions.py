@@ -84,7 +84,6 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
-    f"{_OFFLOAD}window.py::test_a_store_made_later_has_the_limit_of_owners": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
     "replay/test_replay_aliases.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (

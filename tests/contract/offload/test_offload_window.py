@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,8 +14,6 @@ from transformer_block import Block
 
 import actckpt
 from actckpt import config
-from actckpt._offload import stores
-from actckpt._offload.reading import max_inflight
 from actckpt.memory import LiveStorages
 
 
@@ -84,52 +81,3 @@ def test_a_small_model_is_read_ahead_of_backward() -> None:
     late, puts = after.num_late - before.num_late, after.num_puts - before.num_puts
     assert puts >= 3 * 48
     assert late <= puts // 4  # the first of each step, and what the machine was too busy for
-
-
-class _Owner:
-    """Stands for blocks that run under a plan."""
-
-
-def _most_in_flight(model: nn.Module, x: Tensor) -> int:
-    actckpt.reset_stats()
-    _step(model, x, actckpt.offload(min_bytes=0))
-    return actckpt.stats().peak_inflight_bytes
-
-
-def test_the_least_of_what_owners_allow_is_the_window() -> None:
-    torch.manual_seed(0)
-    model, x = _layers(16, 256), torch.randn(512, 256)
-    nbytes = x.nbytes
-    first, other = _Owner(), _Owner()
-    with store_of_kind("disk", window_bytes=16 * nbytes):
-        stores.limit_windows(first, 4 * nbytes)
-        stores.limit_windows(other, 2 * nbytes)
-        assert (stores.window_bytes(), max_inflight()) == (2 * nbytes, 2 * nbytes)
-        assert 0 < _most_in_flight(model, x) <= 2 * nbytes
-        stores.limit_windows(other, None)
-        assert (stores.window_bytes(), max_inflight()) == (4 * nbytes, 4 * nbytes)
-        actckpt.configure(max_inflight=nbytes)
-        assert max_inflight() == nbytes  # less than the owner allows
-        stores.limit_windows(other, 1)
-        assert max_inflight() == 1
-        del first, other
-        gc.collect()
-        assert (stores.window_bytes(), max_inflight()) == (16 * nbytes, nbytes)
-
-
-def test_a_store_made_later_has_the_limit_of_owners() -> None:
-    before = vars(actckpt.configure())
-    actckpt.configure(max_inflight="64MiB")
-    expected = stores.window_bytes()  # less where a model of another test lives on, whose plan offloads
-    actckpt.configure(**before)
-    owner = _Owner()
-    stores.limit_windows(owner, 3 << 20)
-    actckpt.configure(max_inflight="64MiB")  # the store is made again when it is used next
-    x = torch.randn(64, 64, requires_grad=True)
-    with actckpt.offload(min_bytes=0):
-        y = x.sin().sum()
-    assert stores.window_bytes() == 3 << 20
-    y.backward()
-    del owner
-    gc.collect()
-    assert stores.window_bytes() == expected
