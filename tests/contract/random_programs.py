@@ -140,6 +140,7 @@ def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
 def _backwards(outputs: Tensors, wanted: Tensors, kind: str) -> Iterator[Any]:
     """Yield the gradients of each backward over the outputs."""
     losses = [output.square().sum() for output in outputs]
+    outputs.clear()
     loss = sum(losses[1:], losses[0])
     if kind == "by parts":  # parts of the graph die one after the other
         del loss
