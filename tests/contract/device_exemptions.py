@@ -79,7 +79,7 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[conjugated]": _SHALLOW_COPY,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[conjugated]": _SHALLOW_COPY,
-    f"{_OFFLOAD}regressions.py::test_a_nested_tensor_of_the_strided_layout_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}fidelity.py::test_functions_get_back_what_they_saved[strided nested]": _NO_LAYOUT,
     f"{_OFFLOAD}graphs.py::test_a_graph_whose_backward_never_runs_gives_its_bytes_back[memory]": _LATER,
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
@@ -89,8 +89,8 @@ EXEMPT: dict[str, str] = {
     "replay/test_replay_aliases.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
         _COUNT_THEMSELVES
     ),
-    f"{_OFFLOAD}regressions.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
-    f"{_OFFLOAD}regressions.py::test_a_module_with_a_sparse_buffer_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}freed.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
+    f"{_OFFLOAD}fidelity.py::test_functions_get_back_what_they_saved[sparse buffer]": _NO_LAYOUT,
     f"{_OFFLOAD}stays.py::test_a_tensor_dtype_and_device_that_no_store_takes_stays": _NO_LAYOUT,
     "offload/test_prefer_offload.py::test_forward_does_not_wait_for_a_disk_that_is_behind": _FILE,
     f"{_KERNELS}[strided nested]": _NO_LAYOUT,

@@ -24,6 +24,7 @@ programs = Programs()
 
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", programs)
 def test_functions_get_back_what_they_saved(name: str) -> None:
     assert_same(programs[name])
@@ -195,6 +196,75 @@ def a_wrapper_subclass_in_a_wrapper_subclass_comes_back(context: Context) -> Any
     flush()
     (grad,) = torch.autograd.grad(y, x, torch.ones_like(y))
     return [getattr(getattr(grad, i), j) for i in "ab" for j in "ab"]
+
+
+@programs
+def an_alias_with_a_version_counter_of_its_own_does_not_get_older_bytes(context: Context) -> Any:
+    """`h.data` begins at version 0 again; the span of h at version 0 holds what h was before."""
+    h, unused, weight = torch.randn(64), leaf(64), leaf(64)
+    with context():
+        not_in_backward = unused * h
+        flush()
+        h.add_(1)
+        y = weight * h.data
+    flush()
+    del not_in_backward
+    return torch.autograd.grad(y.sum(), weight)
+
+
+@programs
+def bytes_of_a_subclass_changed_in_place_are_not_taken_for_those_before(context: Context) -> Any:
+    """The inner tensors' versions stay when the outer tensor is changed: in __torch_dispatch__ nothing counts."""
+    h, unused, weight = two_tensor(16), two_tensor(16).requires_grad_(), two_tensor(16).requires_grad_()
+    with context():
+        not_in_backward = unused * h
+        flush()
+        h.add_(1)
+        y = weight * h
+    flush()
+    del not_in_backward
+    (grad,) = torch.autograd.grad(y, weight, TwoTensor(torch.ones(16), torch.ones(16)))
+    return grad.a, grad.b
+
+
+@programs
+def a_module_with_a_sparse_buffer(context: Context) -> Any:
+    layer, x = torch.nn.Linear(4, 4), leaf(2, 4)
+    layer.register_buffer("adjacency", torch.eye(4).to_sparse())
+    with context():
+        y = layer(x)
+    return torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+
+
+@programs
+def a_module_under_vmap(context: Context) -> Any:
+    """Parameters are batched tensors, which have no storage."""
+    layer = torch.nn.Linear(4, 4)
+    stacked = {name: torch.stack([value.detach()] * 3).requires_grad_() for name, value in layer.named_parameters()}
+    with context():
+        y = torch.func.vmap(lambda p, x: torch.func.functional_call(layer, p, (x,)).sin())(stacked, torch.ones(3, 5, 4))
+    flush()
+    return torch.autograd.grad(y.sum(), list(stacked.values()))
+
+
+@programs
+def a_nested_tensor_of_the_strided_layout(context: Context) -> Any:
+    a, b = leaf(2, 4), leaf(3, 4)
+    with context():
+        y = (torch.nested.as_nested_tensor([a, b]) * 2).sin()
+    flush()
+    return torch.autograd.grad(torch.nested.to_padded_tensor(y, 0.0).sum(), [a, b])
+
+
+@programs
+def a_nested_tensor_of_the_jagged_layout(context: Context) -> Any:
+    """Its ragged size belongs to the offsets tensor by identity: rebuilt tensors do not match each other."""
+    a, b = leaf(2, 4), leaf(3, 4)
+    with context():
+        nested = torch.nested.as_nested_tensor([a, b], layout=torch.jagged)
+        y = ((nested * 2).sin() * nested).values().sum()
+    flush()
+    return torch.autograd.grad(y, [a, b])
 
 
 class Named(torch.Tensor):

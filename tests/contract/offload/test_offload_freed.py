@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -159,6 +160,23 @@ def test_storages_that_nobody_copies_do_not_wait(tmp_path: Path) -> None:
         other.untyped_storage().resize_(0)
         assert other.untyped_storage().nbytes() == 0
     del y
+
+
+def test_what_was_written_is_freed_though_nothing_else_is_saved(tmp_path: Path) -> None:
+    """Less than 256 KiB would wait for more to come."""
+    x, saved = leaf(66_250), torch.randn(66_250)
+    alive = weakref.ref(saved.untyped_storage())
+    with using(store_on_disk(str(tmp_path))):
+        with actckpt.offload(min_bytes=0):
+            y = x * saved
+        expected = saved.tolist()
+        del saved
+        deadline = time.monotonic() + 60
+        while alive() is not None:
+            assert time.monotonic() < deadline, "written, and still in memory after 60 s"
+            time.sleep(0.001)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert found.tolist() == expected
 
 
 class _Calls(torch.autograd.Function):

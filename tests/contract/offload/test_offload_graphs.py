@@ -265,7 +265,6 @@ def test_blocks_are_offloaded_by_apply() -> None:
     actckpt.remove(model)
 
 
-@pytest.mark.filterwarnings("ignore:.*global hooks on modules")  # see test_offload_regressions.py
 def test_blocks_compiled_before_run_inside() -> None:
     torch._dynamo.reset()
     model = mlp(8, 2)
@@ -279,6 +278,14 @@ def test_blocks_compiled_before_run_inside() -> None:
         return torch.autograd.grad(y, [x, *model.parameters()])
 
     assert_same(program)
+
+
+def test_a_block_is_compiled_inside_the_context_without_a_warning() -> None:
+    """A global module hook makes torch.compile warn, and fire it twice."""
+    layer = torch.nn.Linear(8, 8)
+    with actckpt.offload(min_bytes=0):
+        y = torch.compile(layer, backend="aot_eager")(torch.randn(4, 8))
+    y.sum().backward()
 
 
 def test_as_a_decorator_and_again() -> None:

@@ -72,6 +72,13 @@ def test_offloading_gives_every_reference_back(program: str, store: str, tmp_pat
         assert_references_flat(step, STEPS if store == "memory" else STEPS // 4)
 
 
+def test_a_context_around_the_training_loop_gives_every_reference_back() -> None:
+    """Its lists of spans and sizes could keep an entry per tensor ever saved."""
+    x = leaf(2, 4)
+    with actckpt.offload(min_bytes=0):
+        assert_references_flat(lambda: chain(x * 2).sum().backward())
+
+
 # TransformerEngine's modules, as fakes.
 
 
