@@ -11,7 +11,7 @@ INTEGRATIONS ?= .venv-integrations
 NEWEST ?= .venv-newest
 DOCS ?= .venv-docs
 NEWEST_SAMPLE := tests/contract/test_torch_versions.py tests/contract/test_identity.py tests/contract/test_flat.py
-NEWEST_SAMPLE += tests/contract/test_interrupted.py tests/contract/rerun/test_backward.py tests/unit/core
+NEWEST_SAMPLE += tests/unit/replay/test_interrupted.py tests/contract/rerun/test_backward.py tests/unit/core
 # Processes that `make test` runs tests in; each test uses one thread.
 WORKERS ?= 2
 # A file's tests run in one process, and the few long ones of test_benchmarks.py do not come last.

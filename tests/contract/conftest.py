@@ -2,7 +2,7 @@
 
 import gc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,9 +17,8 @@ from oracle import CountOperators
 from settings_seen import settings_as_before
 
 import actckpt
-from actckpt import _C, _bind, _checkpointed_call
+from actckpt import _checkpointed_call
 from actckpt._offload import session
-from actckpt._replay import windows
 
 __all__ = ["settings_as_before"]
 
@@ -60,12 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on the device of the command line, which must have no fault to tell of."""
     name: str = request.config.getoption("--device")
+    if gc.get_freeze_count() == 0:  # torch and all tests, which each collection of a test would look through
+        gc.collect()
+        gc.freeze()
     if name == "cpu":
         yield name
         return
-    if gc.get_freeze_count() == 0:  # torch and all tests, which the collections below would look through each time
-        gc.collect()
-        gc.freeze()
     with (_on_gpu if name == "cuda" else _on_simulated)(request.node), tensors_on(name):
         yield name
         gc.collect()
@@ -100,20 +99,6 @@ def _counters_only_observe() -> None:
 def no_audit() -> None:
     """Let nothing that is wrong be put right by an audit, and no checksums count as operators or bytes."""
     actckpt.configure(audit="off")  # until the fixture of all tests puts it back
-
-
-@pytest.fixture
-def windows_from(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
-    """Let windows bound what waits in a backward from so many bytes on, in the place of 4 MiB; 0: wherever they can."""
-
-    def bound(nbytes: float) -> None:
-        small_bytes = int(min(nbytes, 2**62))
-        monkeypatch.setattr(windows, "SMALL_BYTES", small_bytes)
-        monkeypatch.setattr(windows, "LEAST_GAIN", 4 if small_bytes else 1)
-        _C.connect(_bind.NAMES | {"small_window_bytes": small_bytes})
-
-    yield bound
-    _C.connect(_bind.NAMES)
 
 
 @pytest.fixture

@@ -42,6 +42,7 @@ _RACES = "moves noise before its kernel writes it, which the simulated device ta
 _OF_SIMULATED = (_RACES, _NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE, _FRESH)
 
 _OFFLOAD = "offload/test_offload_"
+_KERNELS = "replay/test_replay_kernels.py::test_programs_are_bit_equal_to_plain_autograd"
 _MATCHES = "replay/test_policy_matches.py::"
 _AUDIT = "replay/test_replay_audit.py::"
 _FUNCTION = "contract/test_subclasses.py::test_a_function_gets_back_the_subclass_that_it_saved"
@@ -71,39 +72,37 @@ EXEMPT: dict[str, str] = {
     "contract/test_blocks.py::test_a_saved_model_is_loaded_by_a_fresh_process": _FRESH,
     f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
     "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,
-    "replay/test_replay_kernels.py::test_torch_func_inside_a_region[jvp]": _FORWARD_MODE,
-    "replay/test_replay_regressions.py::test_a_sparse_argument_that_changes_is_not_read_again": _NO_LAYOUT,
+    f"{_KERNELS}[transform=jvp]": _FORWARD_MODE,
+    f"{_KERNELS}[sparse]": _NO_LAYOUT,
     "replay/test_replay_filling.py::test_memory_that_was_offloaded_is_not_held_until_its_region_closes": _LATER,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[sparse]": _NO_LAYOUT,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[conjugated]": _SHALLOW_COPY,
     f"{_OFFLOAD}fidelity.py::test_what_comes_back_has_the_same_values_and_layout[conjugated]": _SHALLOW_COPY,
-    f"{_OFFLOAD}regressions.py::test_a_nested_tensor_of_the_strided_layout_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}fidelity.py::test_functions_get_back_what_they_saved[strided nested]": _NO_LAYOUT,
     f"{_OFFLOAD}graphs.py::test_a_graph_whose_backward_never_runs_gives_its_bytes_back[memory]": _LATER,
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
     f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
-    f"{_OFFLOAD}window.py::test_a_store_made_later_has_the_limit_of_owners": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind": _LATER,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
-    "replay/test_replay_regressions.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
+    "replay/test_replay_aliases.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
         _COUNT_THEMSELVES
     ),
-    f"{_OFFLOAD}regressions.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
-    f"{_OFFLOAD}regressions.py::test_a_module_with_a_sparse_buffer_runs": _NO_LAYOUT,
+    f"{_OFFLOAD}freed.py::test_what_was_written_is_freed_though_nothing_else_is_saved": _LATER,
+    f"{_OFFLOAD}fidelity.py::test_functions_get_back_what_they_saved[sparse buffer]": _NO_LAYOUT,
     f"{_OFFLOAD}stays.py::test_a_tensor_dtype_and_device_that_no_store_takes_stays": _NO_LAYOUT,
     "offload/test_prefer_offload.py::test_forward_does_not_wait_for_a_disk_that_is_behind": _FILE,
-    "replay/test_replay_regressions.py::test_strided_nested_tensors_pass_through_a_region": _NO_LAYOUT,
+    f"{_KERNELS}[strided nested]": _NO_LAYOUT,
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
     "[hooks noise]": _HOOKS,
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
     "[nested noise]": _HOOKS,
     f"{_MATCHES}test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs": _OF_CPU,
-    f"{_MATCHES}test_operators_run_as_the_warning_says": _OF_CPU,
     f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
-    "rerun/test_better_than_torch.py::test_a_default_device_at_the_time_of_a_rerun_does_not_reach_it": _DEFAULT_DEVICE,
+    "rerun/test_better_than_torch.py::test_what_torch_fails_at_is_right[default device]": _DEFAULT_DEVICE,
     "rerun/test_better_than_torch.py::test_the_default_device_of_the_forward_holds_in_the_rerun": _DEFAULT_DEVICE,
     f"{_OFFLOAD}enlarged.py::test_memory_that_cpp_frees_under_a_copy_is_no_crash_and_no_wrong_number": _FREED,
     f"{_OFFLOAD}freed.py::test_memory_freed_while_it_is_copied_out_gives_what_was_saved": _FREED,
@@ -117,9 +116,7 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}freed.py::test_a_failed_backward_keeps_nothing_once_its_graph_is_gone": _FREED,
     f"{_OFFLOAD}faults.py::test_a_write_that_fails_keeps_the_tensor": _FILE,
     f"{_OFFLOAD}faults.py::test_short_writes_and_reads_are_continued": _FILE,
-    f"{_OFFLOAD}faults.py::test_an_altered_byte_raises_and_the_next_try_is_right": _FILE,
     f"{_OFFLOAD}faults.py::test_a_read_that_fails_raises_and_the_next_try_is_right": _FILE,
-    f"{_OFFLOAD}faults.py::test_a_read_ahead_that_fails_raises_once_it_is_needed": _FILE,
     f"{_OFFLOAD}faults.py::test_sources_that_are_still_being_written_are_used_as_they_are": _FILE,
     f"{_OFFLOAD}faults.py::test_a_model_trained_over_a_failing_disk_ends_as_over_a_good_one": _FILE,
 }
@@ -127,11 +124,7 @@ EXEMPT: dict[str, str] = {
 #: What `--device cuda` leaves out besides.
 EXEMPT_ON_GPU: dict[str, str] = {
     **dict.fromkeys(
-        (
-            "replay/test_replay_regressions.py::"
-            f"test_what_an_operator_wrote_before_it_raised_is_no_longer_what_it_was[{case}]"
-            for case in ("index_put", "scatter_add")
-        ),
+        (f"{_KERNELS}[what an operator wrote write={case}]" for case in ("index put", "scatter add")),
         _ENDS_CONTEXT,
     ),
     f"{_AUDIT}test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store": _FORKS,
@@ -139,8 +132,8 @@ EXEMPT_ON_GPU: dict[str, str] = {
         _TRANSPOSED
     ),
     "rerun/test_keywords.py::test_early_stop_leaves_a_scripted_function_in_which_torch_fails": _FUSED,
-    "replay/test_replay_kernels.py::test_attention_with_dropout[backend1]": _NO_FLOAT32,
-    "replay/test_replay_models.py::test_lstm": _STARTS_ANEW,
+    f"{_KERNELS}[attention backend=SDPBackend.FLASH ATTENTION]": _NO_FLOAT32,
+    "replay/test_replay_models.py::test_a_model_trains_as_without_a_region[lstm]": _STARTS_ANEW,
     "replay/test_presets.py::test_each_keeps_what_it_says_and_the_rest_is_recomputed": _OF_CPU,
 }
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import on_device
@@ -103,6 +104,26 @@ def store_of_kind(kind: str, **options: Any) -> Iterator[Tested]:
         store = store_in_memory(**options)
     with using(store):
         yield store
+
+
+def faults(**values: int | bool) -> Any:
+    """Return faults of a disk: `fail_write_at`, `write_errno`, `hold_writes` ..., see `sim.Faults`."""
+    import sim
+
+    found = sim.Faults()
+    for name, value in values.items():
+        setattr(found, name, value)
+    return found
+
+
+@contextmanager
+def faulty_store(folder: Path, **options: Any) -> Iterator[Any]:
+    """Offload tensors to a disk inside the block; yields what sets its faults."""
+    import sim
+
+    io = sim.FaultyFileIo()
+    with using(store_on_file(sim.spill_file(str(folder), io), **options)):
+        yield io
 
 
 def the_store() -> Tested | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,9 @@ def _region(passing: str, body: list[Any], pool: Tensors, checkpoint: Checkpoint
     return checkpoint(lambda a: _run(body, [a, *rest], checkpoint), first)
 
 
+BACKWARDS = ("once", "several times", "of its gradients", "by parts")
+
+
 class Drawn(NamedTuple):
     """A program, and how it is run."""
 
@@ -95,7 +98,8 @@ class Drawn(NamedTuple):
     with_grad: list[bool]
     #: Of its first outputs, those that the loss is made of.
     used: list[bool]
-    retain: bool
+    #: One of `BACKWARDS`.
+    backward: str
     seed: int
 
 
@@ -104,7 +108,7 @@ draws = st.builds(
     program=regions,
     with_grad=st.lists(st.booleans(), min_size=3, max_size=3).map(lambda flags: flags if any(flags) else [True] * 3),
     used=st.lists(st.booleans(), min_size=2, max_size=2),
-    retain=st.booleans(),
+    backward=st.sampled_from(BACKWARDS),
     seed=st.integers(0, 3),
 )
 #: That each test draws; `pytest --programs` says it.
@@ -129,12 +133,25 @@ def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
         o for o in outputs if o.requires_grad
     ]
     del outputs
-    grads: list[Any] = []
-    if chosen:
-        loss = sum(output.square().sum() for output in chosen)
-        wanted = [x for x in inputs if x.requires_grad]
-        if drawn.retain:
-            grads.append(torch.autograd.grad(loss, wanted[-1:], retain_graph=True, allow_unused=True))
-            grads.append(torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True))
-        grads.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+    grads = list(_backwards(chosen, [x for x in inputs if x.requires_grad], drawn.backward)) if chosen else []
     return values, grads, after_forward, random_states()
+
+
+def _backwards(outputs: Tensors, wanted: Tensors, kind: str) -> Iterator[Any]:
+    """Yield the gradients of each backward over the outputs."""
+    losses = [output.square().sum() for output in outputs]
+    outputs.clear()
+    loss = sum(losses[1:], losses[0])
+    if kind == "by parts":  # parts of the graph die one after the other
+        del loss
+        while losses:
+            yield torch.autograd.grad(losses.pop(), wanted, retain_graph=bool(losses), allow_unused=True)
+        return
+    if kind == "several times":
+        yield torch.autograd.grad(loss, wanted[-1:], retain_graph=True, allow_unused=True)
+        yield torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    found = torch.autograd.grad(loss, wanted, create_graph=kind == "of its gradients", allow_unused=True)
+    yield [gradient.detach() for gradient in found if gradient is not None]
+    second = [gradient.square().sum() for gradient in found if gradient is not None and gradient.requires_grad]
+    if second:
+        yield torch.autograd.grad(sum(second[1:], second[0]), wanted, allow_unused=True)

@@ -187,24 +187,6 @@ def test_a_shallow_copy_raises_and_does_not_run_with_the_parameters_of_the_origi
     model.layers[0](leaf(4, 8))
 
 
-@pytest.mark.parametrize("way", ["pickle", "torch"])
-def test_a_saved_model_comes_back_checkpointed(way: str) -> None:
-    model = Model()
-    actckpt.apply(model, early_stop=False)
-    expected = _step(model)
-    if way == "pickle":
-        loaded = pickle.loads(pickle.dumps(model))
-    else:
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-    assert_equal(_step(loaded), expected)
-    assert _reruns(loaded) == [1, 1, 1]
-    assert actckpt.remove(loaded) == NAMES
-    assert actckpt.remove(model) == NAMES
-
-
 def test_options_reach_every_region() -> None:
     entered: list[str] = []
 
@@ -253,11 +235,6 @@ def test_applying_twice_names_the_first_block_and_changes_nothing() -> None:
     assert _reruns(model) == [0, 1, 0]
 
 
-def test_removing_from_an_untouched_model_raises() -> None:
-    with pytest.raises(actckpt.errors.BlocksError, match="remove"):
-        actckpt.remove(Model())
-
-
 @pytest.mark.parametrize(
     ("blocks", "words"),
     [
@@ -276,18 +253,6 @@ def test_blocks_that_match_nothing_are_named(blocks: Any, words: str) -> None:
     model = Model()
     with pytest.raises(actckpt.errors.BlocksError, match=words):
         actckpt.apply(model, blocks=blocks)
-    assert _reruns(model) == [0, 0, 0]
-
-
-def test_a_model_without_repeated_blocks_names_its_types() -> None:
-    with pytest.raises(actckpt.errors.BlocksError, match=r"(?s)no repeated blocks.*GELU.*Linear"):
-        actckpt.apply(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
-
-
-def test_unknown_policies_raise_before_anything_is_changed() -> None:
-    model = Model()
-    with pytest.raises(ValueError, match="'recompute'"):
-        actckpt.apply(model, policy="sometimes")
     assert _reruns(model) == [0, 0, 0]
 
 
@@ -334,6 +299,7 @@ _POLICIES: dict[str, dict[str, Any]] = {
     "function": {"policy": _keep_addmm},
     "values": {"policy": _keep_values_of_addmm},
     "action": {"policy": actckpt.Action.RECOMPUTE},
+    "rerun": {"policy": "recompute", "early_stop": False},
 }
 
 _LOAD = """
@@ -354,32 +320,40 @@ def _layers() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Sequential(*copy.deepcopy(layers)) for _ in range(3)))
 
 
-def _num_replayed(model: torch.nn.Module) -> int:
+def _num_repeated(model: torch.nn.Module) -> int:
+    """Return how many operators are replayed and regions rerun in a step."""
     actckpt.reset_stats()
     model.zero_grad()
     model(torch.linspace(-1, 1, 16).view(2, 8)).square().sum().backward()
-    return actckpt.stats().replayed_operators
+    return actckpt.stats().replayed_operators + actckpt.stats().rerun_regions
 
 
-@pytest.mark.parametrize("way", ["pickle", "torch", "deepcopy"])
+def _saved_by_torch(model: torch.nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+_COPIES = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch": _saved_by_torch,
+    "deepcopy": copy.deepcopy,
+}
+#: Per block: a rerun, or what is replayed, of three operators or of what follows the product that is kept.
+_NUM_REPEATED = {"rerun": 3, "action": 9}
+
+
+@pytest.mark.parametrize("way", _COPIES)
 @pytest.mark.parametrize("options", _POLICIES)
 def test_an_applied_model_can_be_saved_and_copied_whatever_its_policy(options: str, way: str) -> None:
     model = _layers()
     actckpt.apply(model, **({"policy": None} | _POLICIES[options]))
-    _num_replayed(model)  # audited
-    expected = _num_replayed(model)
-    assert expected == (9 if options == "action" else 6)  # per block: where the product is kept, what follows it
-    if way == "pickle":
-        twin = pickle.loads(pickle.dumps(model))
-    elif way == "torch":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        twin = torch.load(file, weights_only=False)
-    else:
-        twin = copy.deepcopy(model)
-    _num_replayed(twin)
-    assert _num_replayed(twin) == expected
+    _num_repeated(model)  # audited
+    assert _num_repeated(model) == _NUM_REPEATED.get(options, 6)
+    twin = _COPIES[way](model)
+    _num_repeated(twin)
+    assert _num_repeated(twin) == _NUM_REPEATED.get(options, 6)
     assert_equal(gradients(twin), gradients(model))
     assert actckpt.remove(twin) == actckpt.remove(model) == ("0", "1", "2")
 
@@ -388,24 +362,11 @@ def test_an_applied_model_can_be_saved_and_copied_whatever_its_policy(options: s
 def test_a_saved_model_is_loaded_by_a_fresh_process(options: str, tmp_path: Path) -> None:
     model = _layers()
     actckpt.apply(model, **_POLICIES[options])
-    expected = _num_replayed(model)
+    expected = _num_repeated(model)
     assert expected == 6
     torch.save(model, tmp_path / "model.pt")
     subprocess.run([sys.executable, "-c", _LOAD, str(tmp_path / "model.pt"), str(expected)], check=True)
     assert_equal(torch.load(tmp_path / "model.pt"), gradients(model))
-
-
-def test_an_operator_that_the_loading_process_does_not_have_is_named() -> None:
-    class Gone(type(_ADDMM)):  # type: ignore[misc]
-        def __init__(self) -> None:
-            pass
-
-        def __str__(self) -> str:
-            return "mylib.gone.default"
-
-    data = pickle.dumps(actckpt._text.operator_names.portable([Gone()]))
-    with pytest.raises(ValueError, match=r"There is no operator 'mylib\.gone\.default'"):
-        pickle.loads(data)
 
 
 class _Skipping(Model):
@@ -511,13 +472,6 @@ def test_blocks_that_return_containers_are_watched_too(wrap: Any) -> None:
         last.sum().backward()
 
 
-def test_a_report_of_a_model_without_applied_blocks_raises() -> None:
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"^report: none of the .* Call report on the model that was given"
-    ):
-        actckpt.report(Model())
-
-
 def test_the_action_offload_takes_the_options_of_its_name() -> None:
     model = Model()
     actckpt.apply(model, policy=actckpt.Action.OFFLOAD, min_bytes=0)
@@ -547,12 +501,11 @@ def _rows() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()) for _ in range(4)))
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("way", _COPIES)
 def test_a_copy_of_one_block_knows_of_no_others(way: str) -> None:
     model = _rows()
     actckpt.apply(model)
-    copied = copy.deepcopy(model[1]) if way == "deepcopy" else pickle.loads(pickle.dumps(model[1]))
-    assert list(copied.forward.together.forwards) == ["1"] and copied.forward.together.forwards["1"] is copied.forward
+    copied = _COPIES[way](model[1])
     x = torch.randn(2, 4, requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # three of four blocks did not run, it said
@@ -561,12 +514,11 @@ def test_a_copy_of_one_block_knows_of_no_others(way: str) -> None:
     assert not any(actckpt.report(model).blocks_ran)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("way", _COPIES)
 def test_a_copy_of_a_model_has_all_its_blocks(way: str) -> None:
     model = _rows()
     actckpt.apply(model, blocks=["0", "1", "2"])
-    copied = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
-    assert sorted(copied[0].forward.together.forwards) == ["0", "1", "2"]
+    copied = _COPIES[way](model)
     with pytest.warns(UserWarning, match=r"1 of 3 blocks did not run.*: 2\."):
         copied[:2](torch.randn(2, 4)).sum().backward()
 

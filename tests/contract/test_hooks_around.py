@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -121,15 +121,6 @@ OTHERS: dict[str, Callable[[Method, torch.Tensor], Any]] = {
     "closure made before": lambda method, x: (lambda y: method(lambda: y.exp().exp()))(_made(x)),
     "nested": lambda method, x: method(lambda x: method(lambda x: x.exp().exp(), x.cos()).cos(), x),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_objects() -> Iterator[None]:
-    """Let the collector look at what these tests make only."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _is_freed(owners: list[HooksOwner]) -> bool:

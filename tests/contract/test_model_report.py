@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import pickle
 import weakref
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from transformer_block import Block
 
 import actckpt
-from actckpt import _C
-from actckpt._blocks.model_report import folded
 from actckpt.memory import LiveStorages
 
 WIDTH = 32
@@ -269,23 +266,8 @@ def test_a_block_that_raises_leaves_nothing_behind() -> None:
     actckpt.apply(model)
     with pytest.raises(RuntimeError):
         model(torch.randn(2, 16, WIDTH + 1))
-    assert _C.set_saved_tensor_observer(None) is None
     held = _held(model)
     assert actckpt.report(model).kept_bytes == held
-
-
-def test_arguments_that_are_none_are_refused() -> None:
-    model = Model()
-    actckpt.apply(model)
-    with pytest.raises(ValueError, match=r"group_by='modules'\. Pass 'operator', 'module' or 'type'"):
-        actckpt.report(model, group_by="modules")  # type: ignore[arg-type]
-    wrong_tops: list[Any] = [0, -1, "a", 2.5, True]
-    for wrong in wrong_tops:
-        with pytest.raises(ValueError, match=rf"^report: top={wrong!r}\. Pass the number of rows, from 1 on, or None"):
-            actckpt.report(model, top=wrong)
-    near: Any = "modul"
-    with pytest.raises(ValueError, match=r"^report: group_by='modul'\. .* Did you mean 'module'\?$"):
-        actckpt.report(model, group_by=near)
 
 
 def test_keep_can_be_recorded_and_holds_what_plain_training_does() -> None:
@@ -335,6 +317,12 @@ def test_the_first_step_under_a_budget_is_not_taken_for_one_of_the_plan() -> Non
     assert found.rows == () and found.plain_bytes == 0 and "No plan for the budget is made yet" in str(found)
 
 
+def _blocks_of(name: str) -> set[str]:
+    """Return the blocks that a row stands for: "0", "0-2", "{0, 2-3}"."""
+    ends = [part.partition("-") for part in name.strip("{}").split(", ")]
+    return {str(block) for first, _, last in ends for block in range(int(first), int(last or first) + 1)}
+
+
 @pytest.mark.parametrize("group_by", ["operator", "module", "type"])
 def test_blocks_that_a_plan_keeps_are_in_the_report(group_by: str) -> None:
     model, x = _budgeted()
@@ -350,9 +338,12 @@ def test_blocks_that_a_plan_keeps_are_in_the_report(group_by: str) -> None:
     }
     assert 0 < len(kept) < 6
     # Times decide which blocks are kept, and of those the first one, whose input is given, has a row of its own.
-    modules = {folded(some) for size in range(1, 7) for some in combinations(kept, size)}
-    as_it_is = {"operator": {"(as it is)"}, "module": modules, "type": {"Sequential"}}[group_by]
-    rows = [row for row in found.rows if row.name in as_it_is]
+    is_of_kept = {
+        "operator": lambda name: name == "(as it is)",
+        "module": lambda name: "." not in name and _blocks_of(name) <= kept.keys(),
+        "type": lambda name: name == "Sequential",
+    }[group_by]
+    rows = [row for row in found.rows if is_of_kept(row.name)]
     assert sum(row.kept_bytes for row in rows) >= sum(kept.values())
     assert sum(row.num_blocks for row in rows) >= len(kept)
     assert found.kept_bytes >= sum(kept.values()) and found.plain_bytes > 0

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
 from actckpt import config
-from actckpt._budget import running
 from actckpt.action import Action, SavedTensorInfo
 
 pytestmark = pytest.mark.skipif(
@@ -241,9 +240,3 @@ def test_a_block_with_a_budget_opens_no_region_that_repeats_one() -> None:
     with pytest.raises(actckpt.errors.BlocksError, match="Each rank makes a plan of its own"):
         for _ in range(3):
             model(torch.randn(32, 16)).sum().backward()
-
-
-def test_plans_repeat_none() -> None:
-    assert running._repeats(PLACE, Action.RECOMPUTE)
-    assert not running._repeats(PLACE, Action.KEEP)
-    assert not running._repeats("Reduced::aten.exp.default#0.0", Action.RECOMPUTE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,14 +40,10 @@ CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("inflight", ["2MiB", "64MiB"])
-@pytest.mark.parametrize("window_from", [4 << 20, math.inf])
 @pytest.mark.parametrize("name", CONTEXTS)
-def test_it_is_what_operators_made_within_5_percent(
-    name: str, window_from: float, inflight: str, windows_from: Callable[[float], None]
-) -> None:
+def test_it_is_what_operators_made_within_5_percent(name: str, inflight: str) -> None:
     weights = [torch.ones((), requires_grad=True) for _ in range(NUM)]
     x = torch.randn(BYTES // 4)
-    windows_from(window_from)
     actckpt.configure(max_inflight=inflight)
     for _ in range(2):
         gc.collect()
@@ -60,22 +55,6 @@ def test_it_is_what_operators_made_within_5_percent(
         found = block.report().peak_bytes
         print(f"{name}: {found / BYTES:.1f} of {live.peak_bytes / BYTES:.1f} values")
         assert abs(found - live.peak_bytes) <= max(0.05 * live.peak_bytes, 2.1 * BYTES)
-
-
-def test_it_shows_that_a_window_lowers_the_peak_and_not_only_what_is_held(
-    windows_from: Callable[[float], None],
-) -> None:
-    weights = [torch.ones((), requires_grad=True) for _ in range(NUM)]
-    peaks = []
-    for window_from in (math.inf, 1 << 20):
-        windows_from(window_from)
-        with actckpt.region() as region:
-            total = _program(weights, torch.randn(BYTES // 4))
-        total.backward()
-        peaks.append(region.report().peak_bytes)
-        assert region.report().as_dict()["peak_bytes"] == peaks[-1]
-        assert "peak so far: " in str(region.report())
-    assert peaks[1] < 0.5 * peaks[0]
 
 
 def test_offload_reports_what_it_moved_and_what_is_too_small() -> None:

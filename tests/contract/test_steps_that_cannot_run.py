@@ -171,7 +171,7 @@ def test_what_is_no_module_is_refused(who: str, model: Any) -> None:
         _CALLS[who](model, lambda: None)
 
 
-@pytest.mark.parametrize("rounds", [0, 2.5, "3"])
+@pytest.mark.parametrize("rounds", [0, -1, 2.5, "3"])
 def test_rounds_are_a_whole_number(rounds: Any) -> None:
     with pytest.raises(ValueError, match=r"^compare: rounds=.* Pass a whole number from 1 on"):
         actckpt.compare(lambda: None, model=_model(), rounds=rounds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -159,12 +159,19 @@ def _offload() -> Any:
     return actckpt.offload(min_bytes=0)
 
 
+@contextmanager
+def _region_in_offload() -> Iterator[None]:
+    with _offload(), actckpt.region():
+        yield
+
+
 METHODS: dict[str, Callable[[], Any]] = {
     "recompute": actckpt.region,
     "keep matmuls": lambda: actckpt.region([aten.mm]),
     "offload policy": lambda: actckpt.region(lambda info: "offload"),
     "offload matmuls": lambda: actckpt.region(actckpt.policies.PerOp({aten.mm: "offload"}, default="recompute")),
     "offload": _offload,
+    "region in offload": _region_in_offload,
 }
 
 pytestmark = [needs_gloo, pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")]

@@ -5,24 +5,25 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sim
 import torch
 from offload_oracle import (
     KINDS,
     PythonStore,
+    faults,
+    faulty_store,
     flush,
     free_and_fill,
     free_memory,
     live_tickets,
     store_of_kind,
     store_on_disk,
-    store_on_file,
     using,
 )
 from oracle import leaf
@@ -37,15 +38,12 @@ ROWS = 3 << 20
 @contextmanager
 def _held_writes(folder: Path, num_workers: int) -> Iterator[Callable[[], None]]:
     """Yield what releases writes that have begun."""
-    io = sim.FaultyFileIo()
-    faults = sim.Faults()
-    faults.hold_writes = True
-    io.set(faults)
-    with using(store_on_file(sim.spill_file(str(folder), io), num_workers=num_workers)):
+    with faulty_store(folder, num_workers=num_workers) as io:
+        io.set(faults(hold_writes=True))
         try:
-            yield lambda: io.set(sim.Faults())
+            yield lambda: io.set(faults())
         finally:
-            io.set(sim.Faults())
+            io.set(faults())
 
 
 def _free_by_its_old_name(h: torch.Tensor) -> None:
@@ -114,11 +112,8 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers: int) -> None:
     x = leaf(1024)
-    io = sim.FaultyFileIo()
-    faults = sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, errno.EIO
-    io.set(faults)
-    with using(store_on_file(sim.spill_file(str(tmp_path), io), num_workers=num_workers)):
+    with faulty_store(tmp_path, num_workers=num_workers) as io:
+        io.set(faults(fail_write_at=0, write_errno=errno.EIO))
         h = x * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()
@@ -129,11 +124,8 @@ def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers
 
 def test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller(tmp_path: Path) -> None:
     """Neither could be moved; what is left of the first is large enough for the second tensor, but is not its bytes."""
-    io = sim.FaultyFileIo()
-    faults = sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, errno.EIO
-    io.set(faults)
-    with using(store_on_file(sim.spill_file(str(tmp_path), io))):
+    with faulty_store(tmp_path) as io:
+        io.set(faults(fail_write_at=0, write_errno=errno.EIO))
         h = leaf(1000) * 1.5
         with actckpt.offload(min_bytes=0):
             first, second = h[:300].sin(), h[200:400].sin()
@@ -168,6 +160,23 @@ def test_storages_that_nobody_copies_do_not_wait(tmp_path: Path) -> None:
         other.untyped_storage().resize_(0)
         assert other.untyped_storage().nbytes() == 0
     del y
+
+
+def test_what_was_written_is_freed_though_nothing_else_is_saved(tmp_path: Path) -> None:
+    """Less than 256 KiB would wait for more to come."""
+    x, saved = leaf(66_250), torch.randn(66_250)
+    alive = weakref.ref(saved.untyped_storage())
+    with using(store_on_disk(str(tmp_path))):
+        with actckpt.offload(min_bytes=0):
+            y = x * saved
+        expected = saved.tolist()
+        del saved
+        deadline = time.monotonic() + 60
+        while alive() is not None:
+            assert time.monotonic() < deadline, "written, and still in memory after 60 s"
+            time.sleep(0.001)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert found.tolist() == expected
 
 
 class _Calls(torch.autograd.Function):

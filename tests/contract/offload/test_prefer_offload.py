@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sim
 import torch
-from offload_oracle import PythonStore, flush, store_on_disk, store_on_file, using
+from offload_oracle import PythonStore, faults, faulty_store, flush, store_on_disk, using
 from oracle import assert_equal, leaf
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt import _C, Action
+from actckpt import Action
 
 _MM = torch.ops.aten.mm.default
 _KIB = 1024
@@ -27,7 +26,7 @@ class _ScriptedStore(PythonStore):
 
     has_room = True
 
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+    def put(self, source: Any, nbytes: int, *, must: bool = True) -> Any | None:
         if not (must or self.has_room):
             return None
         return super().put(source, nbytes, must=True)  # a device whose copies are late has none at once
@@ -112,17 +111,13 @@ def test_what_finds_no_room_at_once_stays_if_it_only_prefers_to_move(action: Act
 
 
 def test_forward_does_not_wait_for_a_disk_that_is_behind(tmp_path: Path) -> None:
-    io = sim.FaultyFileIo()
-    store = store_on_file(sim.spill_file(str(tmp_path), io), window_bytes=20 * _KIB, num_workers=1)
-    faults = sim.Faults()
-    faults.hold_writes = True
-    io.set(faults)
-    with using(store):
+    with faulty_store(tmp_path, window_bytes=20 * _KIB, num_workers=1) as io:
+        io.set(faults(hold_writes=True))
         x, w = _inputs()
         with actckpt.region(_per_op) as region:
             y = _program(x, w)  # would hang if it waited
         assert _moved(region.report()) == 16 * _KIB  # all that the window takes
-        io.set(sim.Faults())
+        io.set(faults())
         flush()
         assert_equal(torch.autograd.grad(y, (x, w)), _plain())
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import linecache
-import os
 import pickle
-import subprocess
 import sys
 import warnings
 import weakref
-from pathlib import Path
 from typing import Any
 
 import on_device
@@ -412,23 +409,6 @@ def test_a_rerun_that_is_named_otherwise_than_its_forward_raises(way: str) -> No
             y.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("table", "what"),
-    [
-        ({"layers.0::aten.mmm.default#0.0": "keep"}, "aten.mmm.default. Nearest: .*aten.mm"),
-        ({"layers.*::aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
-        ({"aten.addmn": "keep"}, "aten.addmn. Nearest: .*aten.addmm"),
-        ({"layers.*::": "keep"}, "after '::' goes an operator"),
-        ({"layers.0::aten.mm": "kep"}, "Did you mean 'keep'"),
-        ({3: "keep"}, "the key 3 of the dict is a int"),
-        ({Model: "keep"}, "is a type. Pass an actckpt.Place"),
-    ],
-)
-def test_a_wrong_table_is_refused_with_what_is_near(table: Any, what: str) -> None:
-    with pytest.raises(ValueError, match=what):
-        actckpt.region(table)
-
-
 def test_entries_that_match_nothing_are_reported_with_the_nearest_place_and_told_if_none_matches() -> None:
     model = Model()
     with actckpt.region({"head": "keep", "layers.0.mpl.1::aten.gelu.default#0.0": "keep"}) as region:
@@ -499,33 +479,3 @@ def test_a_table_under_torch_compile_is_refused_by_name() -> None:
     )
     with pytest.raises(Exception, match=r"actckpt.checkpoint: this policy cannot be honoured under torch.compile"):
         run(_input())
-
-
-_PROGRAM = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-if sys.argv[2] == "1":  # other addresses, other modules
-    import decimal, sqlite3
-    heap = [object() for _ in range(10**5)]
-import torch, actckpt
-from actckpt._replay import call_sites
-from test_places import Model, _input, _in_one_region, _TABLES
-torch.set_num_threads(1)
-model = Model()
-places = [_in_one_region(model, _input(), table) for table in ("recompute", *_TABLES.values())]
-keys = [str(key).replace(sys.argv[1], "") for key in call_sites._by_code]
-sites = [(sorted(site.structures), sorted(site.audited), sorted(map(str, site.modules.items())), site.where)
-         for site in call_sites._by_code.values()]
-print(json.dumps([places, keys, sites]))
-"""
-
-
-def test_what_outlives_a_step_is_the_same_in_every_process() -> None:
-    folder = str(Path(__file__).parent)
-    found = []
-    for seed in ("0", "1", "77"):
-        path = f"{os.environ.get('PYTHONPATH', '')}:{folder}/.."
-        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
-        run = [sys.executable, "-W", "ignore", "-c", _PROGRAM, folder, str(int(seed != "0"))]
-        found.append(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
-    assert found[0] == found[1] == found[2] and "layers.0.mlp.1::aten.gelu" in found[0]

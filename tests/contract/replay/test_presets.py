@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformer_block import Block
 
 import actckpt
-from actckpt._text.presets import PRESETS
 from actckpt.policies import choice_of
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -66,7 +65,7 @@ def test_each_keeps_what_it_says_and_the_rest_is_recomputed() -> None:
     assert _replayed("dots_with_no_batch_dims") == {"aten.convolution.default", "aten.bmm.default", _ATTENTION}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["attention", "matmuls", "dots_with_no_batch_dims"])
 @pytest.mark.parametrize("way", ["region", "checkpoint", "apply"])
 def test_gradients_are_those_of_plain_training(name: str, way: str) -> None:
     model = nn.Sequential(*(Block(16) for _ in range(3)))
@@ -103,13 +102,6 @@ def test_one_of_which_no_operator_runs_is_told_as_one_and_not_by_each_operator_o
     assert len(told) == 1 and "'attention' (aten._scaled_dot_product_flash_attention, " in str(told[0].message)
     (idle,) = region.report().operators_not_run
     assert idle.startswith("'attention' (") and idle.endswith(" and others)")
-
-
-def test_a_misspelt_one_is_refused_with_what_is_near() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'attention'"):
-        actckpt.region("atention")  # type: ignore[call-overload, unused-ignore]
-    with pytest.raises(ValueError, match=r"the action of aten\.mm='matmuls' is not an action"):
-        actckpt.policies.PerOp({"aten.mm": "matmuls"})  # type: ignore[dict-item]
 
 
 def test_compare_takes_them_and_its_default_is_one() -> None:

@@ -13,7 +13,6 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
 from actckpt import Action
-from actckpt._offload import stores
 from actckpt.memory import LiveStorages
 
 aten = torch.ops.aten
@@ -123,9 +122,12 @@ def _peaks(name: str, run: Callable[..., Tensor], policy: Any) -> list[int]:
 @pytest.mark.parametrize("run", [_whole, _blocks])
 @pytest.mark.parametrize("name", MODELS)
 def test_no_step_peaks_above_plain(name: str, run: Callable[..., Tensor]) -> None:
+    before = actckpt.configure().max_inflight
+    for limit in ("64MiB", before):  # a store that an earlier test used is made again when it is used next
+        actckpt.configure(max_inflight=limit)
     plain = max(_peaks(name, run, None))
     for policy in POLICIES:
         first, second = _peaks(name, run, POLICIES[policy])
         print(f"{name}, {policy}: first {first / plain:.3f}, second {second / plain:.3f} of {plain / MIB:.1f} MiB")
         assert second <= plain
-        assert first <= plain + CHECKSUMS + (WINDOW if stores.is_ready("cpu") else 0)
+        assert first <= plain + CHECKSUMS + (WINDOW if policy == "moved" else 0)

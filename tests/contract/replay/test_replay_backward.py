@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CountOperators, assert_equal, leaf, mlp, soon
+from oracle import CountOperators, assert_equal, leaf, mlp, no_collector, soon
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -204,6 +204,8 @@ def test_an_exception_in_forward_leaves_the_thread_as_it_was() -> None:
 @pytest.mark.parametrize("policy", ["recompute", ["aten.sin"], "offload"])
 @pytest.mark.parametrize("ends", ["backward", "dropped", "failed"])
 def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -> None:
+    with actckpt.region(policy):
+        leaf(4).sin().exp().sum().backward()  # the first policy of a process imports modules, whose frames are cycles
     gc.collect()
     gc.disable()
     try:
@@ -228,22 +230,25 @@ def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -
     assert [reference() for reference in references] == [None] * 4
 
 
-def test_the_number_of_objects_stays_the_same_over_steps() -> None:
-    model = mlp(8, depth=2, dropout=0.1)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_number_of_objects_stays_the_same_over_steps(dropout: float) -> None:
+    model = mlp(8, depth=2, dropout=dropout)
 
     def step() -> None:
-        with actckpt.region(["aten.addmm"]):
-            loss = model(torch.randn(2, 8)).sum()
-        loss.backward()
+        for policy in (["aten.addmm"], "recompute"):
+            with actckpt.region(policy):
+                loss = model(torch.randn(2, 8)).sum()
+            loss.backward()
 
     for _ in range(5):
         step()
-    gc.collect()
-    before = len(gc.get_objects())
-    for _ in range(50):
-        step()
-    gc.collect()
-    assert len(gc.get_objects()) - before < 25
+    with no_collector():
+        before = len(gc.get_objects())
+        for _ in range(50):
+            step()
+        if dropout:  # what draws leaves cycles to the collector
+            gc.collect()
+        assert soon(lambda: len(gc.get_objects()) - before < 60)
 
 
 def test_replayed_random_operators_leave_every_generator_as_it_was() -> None:
@@ -265,3 +270,25 @@ def test_a_region_left_open_over_training_steps_warns_once_and_is_right() -> Non
     assert [str(warning.message).count("still open") for warning in caught] == [1]
     expected = torch.autograd.grad((x @ w).sin().exp().sum(), w)[0]
     assert all(torch.equal(gradient, expected) for gradient in found)
+
+
+class _ChangesWhatItSaved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * x.mul_(3)
+
+
+def test_a_replayed_tensor_that_backward_changed_is_replayed_again() -> None:
+    x = torch.rand(8, requires_grad=True)
+    with actckpt.region():
+        y = (x * 2).sin()
+        loss = (y * x + _ChangesWhatItSaved.apply(y)).sum()
+    (gradient,) = torch.autograd.grad(loss, x)  # plain autograd raises
+    slope = 2 * (x * 2).cos()
+    torch.testing.assert_close(gradient, (y + (x + 3 * y) * slope).detach())

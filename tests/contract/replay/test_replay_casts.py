@@ -96,11 +96,3 @@ def test_a_cast_from_before_a_change_of_its_parameter_is_kept() -> None:
         return torch.autograd.grad(h.float().sum(), x)[0]
 
     assert torch.equal(run("recompute"), run(None))
-
-
-def test_nothing_is_remembered_once_the_casts_are_gone() -> None:
-    from actckpt._replay import casts
-
-    layer, x = _layer_and_input()
-    _loss(layer, x, "recompute", 3).backward()
-    assert not casts._known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +97,20 @@ def test_twice_the_operators_take_twice_the_calls(program: Callable[[int], None]
     small, large = (_num_calls(lambda size=size: program(size)) for size in (150, 300))  # type: ignore[misc]
     assert small > 150
     assert large <= 2.3 * small
+
+
+def test_many_small_values_of_a_large_one_are_decided_in_linear_time() -> None:
+    def steps_to(large: torch.Tensor, count: int) -> float:
+        weight = torch.rand((), requires_grad=True)
+        start = time.process_time()
+        with actckpt.region():
+            y, total = large.mean(), torch.zeros(())
+            for _ in range(count):
+                y = y.sin() * 1.01
+                total = total + y * weight
+        return time.process_time() - start
+
+    large = torch.rand(1000) * 1
+    steps_to(large, 100)
+    # Ten times as many take ten times as long, where quadratic time would be a hundred times.
+    assert min(steps_to(large, 4000) for _ in range(3)) < 40 * min(steps_to(large, 400) for _ in range(5))

@@ -16,8 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 import actckpt
 from actckpt.demo import LanguageModel
 
-Region = Callable[[], Any]
-
 
 def _by_shape(info: Any) -> Any:
     return list(actckpt.Action)[sum(info.shape) % 3]
@@ -37,27 +35,6 @@ POLICIES = {
     "by shape": _by_shape,
     "torch": _torch_policy,
 }
-with_every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-
-
-def assert_trains_as_plain(
-    make: Callable[[], nn.Module], forward: Callable[[nn.Module, Region], Tensor], policy: Any, steps: int = 2
-) -> None:
-    """Train with and without regions from one seed: losses, gradients, buffers and random states are bit-equal."""
-    results = []
-    for region in (nullcontext, lambda: actckpt.region(policy)):
-        torch.manual_seed(7)
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        result: list[Any] = []
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = forward(model, region)
-            loss.backward()
-            result += [loss.detach().clone(), [None if g is None else g.clone() for g in gradients(model)]]
-            optimizer.step()
-        results.append([*result, [b.clone() for b in model.buffers()], torch.get_rng_state()])
-    assert_equal(results[1], results[0])
 
 
 class Residual(nn.Module):
@@ -78,28 +55,6 @@ class Residual(nn.Module):
         return self.relu(out)
 
 
-@with_every_policy
-def test_resnet_with_batch_norm_and_in_place_relu_updates_statistics_once(policy: Any) -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), Residual(4), Residual(4))
-
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            return model(torch.randn(2, 3, 12, 12)).square().mean()
-
-    assert_trains_as_plain(make, forward, policy)
-
-
-@with_every_policy
-def test_lstm(policy: Any) -> None:
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            out, (h, c) = model(torch.randn(5, 2, 4))
-            return out.square().sum() + (h * c).sum()
-
-    assert_trains_as_plain(lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.3), forward, policy)
-
-
 class UNet(nn.Module):
     """One level down and up again, with a skip."""
 
@@ -114,15 +69,6 @@ class UNet(nn.Module):
         skip = F.silu(self.first(x))
         low = F.group_norm(self.down(F.avg_pool2d(skip, 2)), 2).relu_()
         return self.last(torch.cat([skip, self.up(low)], 1))
-
-
-@with_every_policy
-def test_unet_with_skips(policy: Any) -> None:
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            return model(torch.randn(2, 1, 8, 8)).abs().mean()
-
-    assert_trains_as_plain(UNet, forward, policy)
 
 
 class Experts(nn.Module):
@@ -142,49 +88,65 @@ class Experts(nn.Module):
         return out
 
 
-@with_every_policy
-def test_mixture_of_experts_routes_as_its_data_says(policy: Any) -> None:
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            return model(torch.randn(9, 4)).square().sum()
-
-    assert_trains_as_plain(Experts, forward, policy, steps=4)
-
-
-@with_every_policy
-def test_the_model_of_the_demo(policy: Any) -> None:
-    def make() -> nn.Module:
-        return LanguageModel(layers=2, dim=16, heads=4, kv_heads=2, seq=8, dropout=0.1)
-
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            return model(torch.randint(256, (2, 8))).square().mean()
-
-    assert_trains_as_plain(make, forward, policy)
+def _through_fresh_modules(model: nn.Module) -> Tensor:
+    x = torch.randn(3, 4)
+    for _ in range(3):
+        fresh = nn.Linear(4, 4)
+        fresh.weight.requires_grad_(False)
+        x = fresh(model(x)).tanh()
+        del fresh
+    return x.sum()
 
 
-@with_every_policy
-def test_modules_that_are_freed_and_made_again(policy: Any) -> None:
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            x = torch.randn(3, 4)
-            for _ in range(3):
-                fresh = nn.Linear(4, 4)
-                fresh.weight.requires_grad_(False)
-                x = fresh(model(x)).tanh()
-                del fresh
-            return x.sum()
-
-    assert_trains_as_plain(lambda: nn.Linear(4, 4), forward, policy, steps=3)
+def _by_other_ways_in_each_step(model: nn.Module) -> Tensor:
+    x = torch.randn(3, 4)
+    for _ in range(int(torch.randint(1, 5, ()))):
+        x = model(x).relu_() if x.sum() > 0 else model(x).sin() * torch.rand(4)
+    return x.square().sum()
 
 
-@with_every_policy
-def test_control_flow_that_differs_between_steps(policy: Any) -> None:
-    def forward(model: nn.Module, region: Region) -> Tensor:
-        with region():
-            x = torch.randn(3, 4)
-            for _ in range(int(torch.randint(1, 5, ()))):
-                x = model(x).relu_() if x.sum() > 0 else model(x).sin() * torch.rand(4)
-            return x.square().sum()
+def _through_lstm(model: nn.Module) -> Tensor:
+    out, (h, c) = model(torch.randn(5, 2, 4))
+    return out.square().sum() + (h * c).sum()
 
-    assert_trains_as_plain(lambda: nn.Linear(4, 4), forward, policy, steps=6)
+
+#: How to make a model, the loss of a step, and how many steps.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], int]] = {
+    "resnet with batch norm and in-place relu": (
+        lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2), Residual(4), Residual(4)),
+        lambda model: model(torch.randn(2, 3, 12, 12)).square().mean(),
+        2,
+    ),
+    "lstm": (lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.3), _through_lstm, 2),
+    "unet with skips": (UNet, lambda model: model(torch.randn(2, 1, 8, 8)).abs().mean(), 2),
+    "mixture of experts": (Experts, lambda model: model(torch.randn(9, 4)).square().sum(), 4),
+    "demo": (
+        lambda: LanguageModel(layers=2, dim=16, heads=4, kv_heads=2, seq=8, dropout=0.1),
+        lambda model: model(torch.randint(256, (2, 8))).square().mean(),
+        2,
+    ),
+    "modules that are freed and made again": (lambda: nn.Linear(4, 4), _through_fresh_modules, 3),
+    "control flow that differs between steps": (lambda: nn.Linear(4, 4), _by_other_ways_in_each_step, 6),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_as_without_a_region(name: str, policy: str) -> None:
+    """From one seed, losses, gradients, buffers and random states are bit-equal."""
+    make, loss_of, steps = MODELS[name]
+    results = []
+    for region in (nullcontext, lambda: actckpt.region(POLICIES[policy])):
+        torch.manual_seed(7)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        result: list[Any] = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with region():
+                loss = loss_of(model)
+            loss.backward()
+            result += [loss.detach().clone(), [None if g is None else g.clone() for g in gradients(model)]]
+            optimizer.step()
+        results.append([*result, [b.clone() for b in model.buffers()], torch.get_rng_state()])
+    assert_equal(results[1], results[0])

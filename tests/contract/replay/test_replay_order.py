@@ -10,12 +10,11 @@ import torch
 from oracle import assert_equal, leaf
 
 import actckpt
-from actckpt._replay.schedule import ReplayGraph
 
 pytestmark = pytest.mark.usefixtures("no_audit")
 
 
-def _gradient(order: Callable[[ReplayGraph], Any] | None) -> torch.Tensor:
+def _gradient(order: Callable[[actckpt.ReplayGraph], Any] | None) -> torch.Tensor:
     torch.manual_seed(3)
     x = leaf(5)
     actckpt.configure(replay_order=order)
@@ -40,9 +39,9 @@ def _gradient(order: Callable[[ReplayGraph], Any] | None) -> torch.Tensor:
     ids=["range", "tuple", "iterator", "tensor", "products first"],
 )
 def test_orders_in_any_container_give_the_same_gradients(order: Any) -> None:
-    asked: list[ReplayGraph] = []
+    asked: list[actckpt.ReplayGraph] = []
 
-    def noting(graph: ReplayGraph) -> Any:
+    def noting(graph: actckpt.ReplayGraph) -> Any:
         asked.append(graph)
         return order(graph)
 

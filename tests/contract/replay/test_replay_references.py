@@ -1,4 +1,4 @@
-"""2,000 replays of each kind give every reference back: references.py tells how."""
+"""500 replays of each kind give every reference back: references.py tells how."""
 
 from __future__ import annotations
 
@@ -137,15 +137,11 @@ def test_each_recorded_program_gives_every_reference_back(program: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"audit": "always"}, {"audit": "off"}, {"opaque": ["aten.exp", "aten.mul"]}, {}],
+    [{"audit": "always"}, {"audit": "off"}, {"opaque": ["aten.exp", "aten.mul"]}],
     ids=str,
 )
-def test_replays_under_each_setting_give_every_reference_back(
-    changes: dict[str, Any], windows_from: Callable[[float], None]
-) -> None:
+def test_replays_under_each_setting_give_every_reference_back(changes: dict[str, Any]) -> None:
     actckpt.configure(**changes)
-    if not changes:
-        windows_from(0)
     x = leaf(2, 4)
 
     def step() -> None:

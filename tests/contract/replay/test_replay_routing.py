@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -118,19 +119,15 @@ def test_ties_are_broken_once(router: Callable[[Tensor, Tensor], Tensor], policy
     x, weight = leaf(_TOKENS, 8), torch.zeros(8, _EXPERTS, requires_grad=True)
     expected = torch.autograd.grad(_routed(router, x, weight).sum(), (x, weight))
     _toss.num_calls = 0
-    if policy == "a context":
-        y = _under_contexts(_routed, router, x, weight)
-    else:
-        with actckpt.region(_POLICIES[policy]):
-            y = _routed(router, x, weight)
+    y = _under(policy, _routed, router, x, weight)
     torch.testing.assert_close(torch.autograd.grad(y.sum(), (x, weight)), expected, rtol=1e-2, atol=1e-2)
     assert _toss.num_calls > 1, "what is real numbers was replayed"
 
 
-def _under_contexts(function: Callable[..., Tensor], *args: Any) -> Any:
-    def contexts() -> Any:
-        return torch.utils.checkpoint.create_selective_checkpoint_contexts(_POLICIES["a context"])
-
+def _under(policy: str, function: Callable[..., Tensor], *args: Any) -> Any:
+    if policy != "a context":
+        return actckpt.region(_POLICIES[policy])(function)(*args)
+    contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, _POLICIES[policy])
     return actckpt.checkpoint(function, *args, context_fn=contexts)
 
 
@@ -298,10 +295,6 @@ def test_labels_that_a_model_gives_itself_are_asked_for_once(policy: str) -> Non
     x, weight = leaf(_TOKENS, 8), torch.zeros(8, _EXPERTS, requires_grad=True)
     expected = torch.autograd.grad(function(x, weight), (x, weight))
     _toss.num_calls = 0
-    if policy == "a context":
-        y = _under_contexts(function, x, weight)
-    else:
-        with actckpt.region(_POLICIES[policy]):
-            y = function(x, weight)
+    y = _under(policy, function, x, weight)
     torch.testing.assert_close(torch.autograd.grad(y, (x, weight)), expected, rtol=1e-4, atol=1e-4)
     assert _toss.num_calls > 1, "what is real numbers was replayed"

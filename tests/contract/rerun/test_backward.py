@@ -6,25 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import BOTH, Checkpoint, assert_as_plain, assert_equal, gradients, leaf, mlp, ours
+from oracle import BOTH, Checkpoint, Programs, assert_as_plain, assert_equal, gradients, leaf, mlp, ours
 
 import actckpt
 
+programs = Programs()
 
-def test_three_backwards_over_a_retained_graph() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.5), leaf(3, 8)
-        y = checkpoint(model, x)
-        results = []
-        for keep in (True, True, False):
-            x.grad = None
-            y.sum().backward(retain_graph=keep)
-            results.append(x.grad)
-        assert_equal(results[1], results[0])
-        assert_equal(results[2], results[0])
-        return y, results, gradients(model)
 
-    assert_as_plain(program)
+@pytest.mark.parametrize("name", programs)
+def test_every_way_of_running_backward_is_bit_equal(name: str) -> None:
+    assert_as_plain(programs[name])
 
 
 @pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
@@ -35,105 +26,58 @@ def test_a_second_backward_over_a_freed_graph_raises_autograds_error(method: Che
         y.backward()
 
 
-def test_grad_outside_of_the_region_by_autograd_grad() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.5), leaf(3, 8)
-        y = checkpoint(model, x.exp())
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        second = torch.autograd.grad(y.square().sum(), list(model.parameters()))
-        return y, first, second
-
-    assert_as_plain(program)
-
-
-def test_second_and_third_derivatives() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x, w = leaf(3), leaf(3)
-        y = checkpoint(lambda x, *, w: (x.sin() * w).exp().tanh(), x.cos(), w=w.cos())
-        first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w), create_graph=True)
-        third = torch.autograd.grad(sum(g.sin().sum() for g in second), (x, w))
-        return y, first, second, third
-
-    assert_as_plain(program)
+@programs
+def second_and_third_derivatives(checkpoint: Checkpoint) -> Any:
+    x, w = leaf(3), leaf(3)
+    y = checkpoint(lambda x, *, w: (x.sin() * w).exp().tanh(), x.cos(), w=w.cos())
+    first = torch.autograd.grad(y.sum(), (x, w), create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, w), create_graph=True)
+    third = torch.autograd.grad(sum(g.sin().sum() for g in second), (x, w))
+    return y, first, second, third
 
 
-def test_double_backward_through_nested_regions_with_dropout() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        inner, x = mlp(dropout=0.3), leaf(2, 8)
-        y = checkpoint(lambda x: checkpoint(inner, x.sin()).tanh(), x)
+@programs.each(early_stop=[True, False])
+def gradient_penalty_inside_the_region(checkpoint: Checkpoint, early_stop: bool) -> Any:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
         (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        grad.square().sum().backward()
-        return y, grad, x.grad, gradients(inner)
+        return (grad.square() * y.tanh()).exp()
 
-    assert_as_plain(program)
-
-
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_gradient_penalty_inside_the_region(early_stop: bool) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            y = model(x)
-            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return (grad.square() * y.tanh()).exp()
-
-        keywords = {} if checkpoint.__name__ == "plain" else {"early_stop": early_stop}
-        model, x = mlp(dropout=0.3), leaf(2, 8)
-        y = checkpoint(function, x.sin(), **keywords)
-        y.sum().backward()
-        return y, x.grad, gradients(model)
-
-    assert_as_plain(program)
+    keywords = {} if checkpoint.__name__ == "plain" else {"early_stop": early_stop}
+    model, x = mlp(dropout=0.3), leaf(2, 8)
+    y = checkpoint(function, x.sin(), **keywords)
+    y.sum().backward()
+    return y, x.grad, gradients(model)
 
 
-def test_a_backward_inside_that_keeps_nothing() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            detached = x.detach().requires_grad_()
-            (step,) = torch.autograd.grad(model(detached).sum(), detached)
-            return model(x - step).tanh()
+@programs
+def a_backward_inside_that_keeps_nothing(checkpoint: Checkpoint) -> Any:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        detached = x.detach().requires_grad_()
+        (step,) = torch.autograd.grad(model(detached).sum(), detached)
+        return model(x - step).tanh()
 
-        model, x = mlp(), leaf(2, 8)
-        y = checkpoint(function, x)
-        y.sum().backward()
-        return y, x.grad, gradients(model)
-
-    assert_as_plain(program)
+    model, x = mlp(), leaf(2, 8)
+    y = checkpoint(function, x)
+    y.sum().backward()
+    return y, x.grad, gradients(model)
 
 
-@pytest.mark.parametrize("first", ["x", "w"])
-def test_partial_backwards_one_input_at_a_time(first: str) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x, w = leaf(3), leaf(3)
-        y = checkpoint(lambda x, w: (x.exp() * w.sin()).exp(), x, w)
-        order = [x, w] if first == "x" else [w, x]
-        y.sum().backward(inputs=order[:1], retain_graph=True)
-        y.sum().backward(inputs=order[1:])
-        return y, x.grad, w.grad
-
-    assert_as_plain(program)
+@programs.each(first=["x", "w"])
+def partial_backwards_one_input_at_a_time(checkpoint: Checkpoint, first: str) -> Any:
+    x, w = leaf(3), leaf(3)
+    y = checkpoint(lambda x, w: (x.exp() * w.sin()).exp(), x, w)
+    order = [x, w] if first == "x" else [w, x]
+    y.sum().backward(inputs=order[:1], retain_graph=True)
+    y.sum().backward(inputs=order[1:])
+    return y, x.grad, w.grad
 
 
-def test_results_backwarded_one_after_the_other() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.5), leaf(3, 8)
-        a, b = checkpoint(lambda x: (model(x), model(x.sin())), x)
-        b.sum().backward()
-        first = x.grad
-        x.grad = None
-        a.sum().backward()
-        return a, b, first, x.grad, gradients(model)
-
-    assert_as_plain(program)
-
-
-def test_a_vector_jacobian_product_in_batches() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x = leaf(4)
-        y = checkpoint(lambda x: (x.sin() * x.flip(0)).exp(), x)
-        return torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
-
-    assert_as_plain(program)
+@programs
+def a_vector_jacobian_product_in_batches(checkpoint: Checkpoint) -> Any:
+    x = leaf(4)
+    y = checkpoint(lambda x: (x.sin() * x.flip(0)).exp(), x)
+    return torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)
 
 
 def test_hooks_on_inputs_results_and_inside_run_as_often_as_with_torch() -> None:
@@ -211,21 +155,18 @@ def test_a_graph_whose_backward_is_never_called_does_nothing(method: Checkpoint)
     assert calls == [1]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_steps_of_an_optimizer_are_bit_equal(set_to_none: bool) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(depth=3, dropout=0.2), torch.randn(3, 8)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        losses = []
-        for _ in range(4):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            loss = checkpoint(model[3:], checkpoint(model[:3], x)).square().sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return losses, list(model.state_dict().values())
-
-    assert_as_plain(program)
+@programs.each(set_to_none=[True, False])
+def steps_of_an_optimizer_are_bit_equal(checkpoint: Checkpoint, set_to_none: bool) -> Any:
+    model, x = mlp(depth=3, dropout=0.2), torch.randn(3, 8)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        loss = checkpoint(model[3:], checkpoint(model[:3], x)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, list(model.state_dict().values())
 
 
 def test_anomaly_mode_names_the_forward_of_a_failing_operator() -> None:

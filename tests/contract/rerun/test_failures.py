@@ -168,3 +168,23 @@ def test_an_error_of_the_inner_region_names_the_inner_function() -> None:
     y = ours(outer, leaf(3))
     with pytest.raises(actckpt.errors.RerunMismatchError, match="inner"):
         y.sum().backward()
+
+
+def test_wording_a_mismatch_keeps_no_local_variables_of_the_callers_alive() -> None:
+    # Until Python 3.13 reading `frame.f_locals` (messages._in_module) leaves a copy of all locals in the frame: a
+    # training loop that catches the error and goes on keeps its graph and activations until it returns.
+    runs = Log()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
+
+    middle = leaf(3) * 2
+    storage = weakref.ref(middle.untyped_storage())
+    y = ours(function, middle).sum()
+    del middle
+    with pytest.raises(actckpt.errors.RerunMismatchError):
+        y.backward()
+    del y
+    gc.collect()
+    assert soon(lambda: storage() is None)

@@ -16,7 +16,6 @@ from oracle import assert_equal
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
-from actckpt._core import torch_private
 
 
 @pytest.fixture(autouse=True)
@@ -117,18 +116,3 @@ def test_offload_refuses_noise_that_it_moved_too_early(tmp_path: Path) -> None:
             y.sum().backward()
     finally:
         actckpt.configure(spill_dir=None)
-
-
-def test_nodes_tell_whether_they_read_what_is_filled_late() -> None:
-    told = []
-
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        told.append((torch_private.current_node().name(), torch_private.reads_filled_late()))
-        return tensor
-
-    x = torch.randn(4, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = _rrelu(x.sin())
-    y.sum().backward()
-    assert told == [("RreluWithNoiseBackward0", True)] * 2 + [("SinBackward0", False)]
-    assert torch_private.reads_filled_late() is None

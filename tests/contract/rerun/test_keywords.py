@@ -28,7 +28,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import actckpt
 import actckpt as checkpoint
-from actckpt._core import torch_private
 
 KEYWORDS_IN_KWARGS = {"preserve_rng_state"}  # torch takes this one out of **kwargs
 
@@ -63,20 +62,6 @@ def test_the_package_replaces_the_module_by_its_import_alone() -> None:
     checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     assert_equal(x.grad, x.detach().cos())
     assert checkpoint.CheckpointError is torch_checkpoint.CheckpointError
-
-
-@pytest.mark.parametrize(
-    ("keywords", "words"),
-    [
-        ({"use_reentrant": True}, "use_reentrant=False"),
-        ({"policy": "nothing"}, "recompute"),
-        ({"determinism_check": "sometimes"}, "'none'"),
-        ({"debug": True, "context_fn": lambda: (contextlib.nullcontext(),) * 2}, "Drop one"),
-    ],
-)
-def test_bad_keywords_raise_value_errors_that_say_what_to_pass(keywords: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ours(torch.sin, leaf(3), **keywords)
 
 
 def test_mismatch_errors_are_torchs_and_ours() -> None:
@@ -131,7 +116,7 @@ def test_early_stop_leaves_a_scripted_function_in_which_torch_fails() -> None:
     expected = run(plain)
     for _ in range(4):  # TorchScript watches the first calls and optimizes the later ones
         assert_equal(run(ours), expected)
-    with pytest.raises(RuntimeError, match=torch_private.SCRIPT_FAILURE):
+    with pytest.raises(RuntimeError, match="operation failed in the TorchScript interpreter"):
         run(theirs)  # a failure here: torch has mended it, or words it otherwise
 
 
@@ -192,23 +177,20 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENCES)
-@pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)
-def test_a_rerun_that_saves_other_tensors_raises(method: Checkpoint, kind: str) -> None:
+@pytest.mark.parametrize("method", BOTH)
+def test_a_rerun_that_saves_other_tensors_raises_and_ours_names_the_function_and_both_sides(
+    method: str, kind: str
+) -> None:
     x = leaf(3)
-    y = method(Difference(*DIFFERENCES[kind]), x, early_stop=False)
-    with pytest.raises(actckpt.CheckpointError):
+    y = BOTH[method](Difference(*DIFFERENCES[kind]), x, early_stop=False)
+    with pytest.raises(actckpt.CheckpointError) as caught:
         y.sum().backward()
     assert x.grad is None
-
-
-@pytest.mark.parametrize("kind", DIFFERENCES)
-def test_mismatch_errors_name_the_function_and_both_sides(kind: str) -> None:
-    y = ours(Difference(*DIFFERENCES[kind]), leaf(3), early_stop=False)
-    with pytest.raises(actckpt.errors.RerunMismatchError) as caught:
-        y.sum().backward()
-    text = str(caught.value)
-    assert "Difference" in text and "orward: " in text and "erun: " in text and "debug=True" in text
-    assert kind == "fewer" or "test_keywords.py" in text
+    if method == "actckpt":
+        text = str(caught.value)
+        assert isinstance(caught.value, actckpt.errors.RerunMismatchError)
+        assert "Difference" in text and "orward: " in text and "erun: " in text and "debug=True" in text
+        assert kind == "fewer" or "test_keywords.py" in text
 
 
 def test_determinism_check_none_accepts_another_dtype() -> None:
@@ -354,19 +336,6 @@ def test_checkpoint_sequential_is_bit_equal_to_torchs() -> None:
         assert_as_plain(program)
 
 
-@pytest.mark.parametrize("segments", [0, -1, 5])
-def test_segments_that_do_not_fit_raise_with_both_numbers(segments: int) -> None:
-    with pytest.raises(ValueError, match=f"segments={segments} does not fit 4"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, segments, leaf(3))
-
-
-def test_checkpoint_sequential_names_keywords_that_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match="unknown_keyword"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, 2, leaf(3), unknown_keyword=1)
-    with pytest.raises(ValueError, match="use_reentrant"):
-        actckpt.checkpoint_sequential([torch.sin] * 4, 2, leaf(3), use_reentrant=True)
-
-
 def test_without_a_function_it_is_a_decorator_as_in_torch_2_15() -> None:
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -387,9 +356,3 @@ def test_without_a_function_it_is_a_decorator_as_in_torch_2_15() -> None:
     assert operators.counts["aten.sin.default"] == 1  # ran again
     expected = torch.autograd.grad((block.linear(x.sin()).exp() * 2).sum(), x)
     assert_equal((x.grad,), expected)
-
-
-@pytest.mark.parametrize("given", [((), {"depth": 1}), ((3,), {})])
-def test_a_decorator_takes_options_only(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    with pytest.raises(ValueError, match="no function was given, but"):
-        actckpt.checkpoint(None, *given[0], **given[1])

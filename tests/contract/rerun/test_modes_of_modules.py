@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import Checkpoint, assert_equal, ours
+from input_routes import MODULE_CALLS
+from oracle import Checkpoint, assert_equal, ours, plain
 
 import actckpt
 
@@ -31,16 +32,8 @@ class Block(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.dropout(self.scaled(x))).tanh()
 
-    def other(self, x: torch.Tensor) -> torch.Tensor:
-        return self(x)
-
 
 Call = Callable[[Checkpoint, Block, torch.Tensor], torch.Tensor]
-
-
-def _twice(checkpoint: Checkpoint, block: Block, x: torch.Tensor) -> torch.Tensor:
-    inner: torch.Tensor = checkpoint(lambda h: checkpoint(block, h), x)
-    return inner
 
 
 def _applied(checkpoint: Checkpoint, block: Block, x: torch.Tensor) -> torch.Tensor:
@@ -55,20 +48,7 @@ def _applied(checkpoint: Checkpoint, block: Block, x: torch.Tensor) -> torch.Ten
     return found
 
 
-CALLS: dict[str, Call] = {
-    "module": lambda checkpoint, block, x: checkpoint(block, x),
-    "method": lambda checkpoint, block, x: checkpoint(block.other, x),
-    "closure": lambda checkpoint, block, x: checkpoint(lambda h: block(h), x),
-    "partial": lambda checkpoint, block, x: checkpoint(partial(lambda b, h: b(h), block), x),
-    "keyword": lambda checkpoint, block, x: checkpoint(lambda h, b: b(h), x, b=block),
-    "early_stop=False": lambda checkpoint, block, x: checkpoint(block, x, early_stop=False),
-    "nested": _twice,
-    "applied": _applied,
-}
-
-
-def _plain(function: Callable[..., torch.Tensor], *args: object, early_stop: bool = True, **kwargs: object) -> object:
-    return function(*args, **kwargs)
+CALLS: dict[str, Call] = MODULE_CALLS | {"applied": _applied}
 
 
 def _modes(block: Block) -> list[bool]:
@@ -92,7 +72,7 @@ def _gradients(checkpoint: Checkpoint, call: Call, *, trains: bool, part: bool) 
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_a_mode_that_is_switched_before_backward(call: Call, trains: bool, part: bool) -> None:
-    expected = _gradients(_plain, call, trains=trains, part=part)
+    expected = _gradients(plain, call, trains=trains, part=part)
     found = _gradients(ours, call, trains=trains, part=part)
     assert len(found) == len(expected) == 3
     for ours_, plain_ in zip(found, expected, strict=True):
@@ -110,7 +90,7 @@ def test_forwards_of_both_modes_that_are_alive_at_once() -> None:
         assert x.grad is not None
         return x.grad
 
-    assert_equal(gradient(ours), gradient(_plain))
+    assert_equal(gradient(ours), gradient(plain))
 
 
 def test_a_function_that_switches_the_mode() -> None:
@@ -128,7 +108,7 @@ def test_a_function_that_switches_the_mode() -> None:
         assert x.grad is not None
         return x.grad, block.training
 
-    (ours_, ours_mode), (plain_, plain_mode) = gradient(ours), gradient(_plain)
+    (ours_, ours_mode), (plain_, plain_mode) = gradient(ours), gradient(plain)
     assert_equal(ours_, plain_)
     assert ours_mode is plain_mode
 
@@ -144,4 +124,4 @@ def test_replay_runs_no_module_again() -> None:
         assert x.grad is not None
         return x.grad
 
-    assert_equal(gradient(partial(actckpt.checkpoint, policy=[])), gradient(_plain))
+    assert_equal(gradient(partial(actckpt.checkpoint, policy=[])), gradient(plain))

@@ -3,61 +3,64 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from oracle import Checkpoint, Log, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
+from oracle import Checkpoint, Log, Programs, assert_as_plain, assert_equal, gradients, leaf, mlp, ours, plain, theirs
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
-from actckpt._core import devices, extensions
-from actckpt._core.devices import Accelerator
+
+programs = Programs()
 
 
-def test_dropout_is_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.5, depth=3), leaf(3, 8)
-        y = checkpoint(model[5:], checkpoint(model[:5], x))
-        torch.manual_seed(1234)  # reseeding between forward and backward changes nothing
-        y.sum().backward()
-        return y, x.grad, gradients(model)
-
-    assert_as_plain(program)
+@pytest.mark.parametrize("name", programs)
+def test_what_is_drawn_is_drawn_again(name: str) -> None:
+    assert_as_plain(programs[name])
 
 
-def test_drawing_and_putting_back_inside_is_seen_as_drawing() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            with torch.random.fork_rng(devices=[]):
-                x = torch.nn.functional.dropout(x, 0.5)
-            return (x * torch.rand(3, 4)).exp()
-
-        x = leaf(3, 4)
-        y = checkpoint(function, x)
-        torch.rand(5)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_as_plain(program)
+@programs
+def dropout(checkpoint: Checkpoint) -> Any:
+    model, x = mlp(dropout=0.5, depth=3), leaf(3, 8)
+    y = checkpoint(model[5:], checkpoint(model[:5], x))
+    torch.manual_seed(1234)  # reseeding between forward and backward changes nothing
+    y.sum().backward()
+    return y, x.grad, gradients(model)
 
 
-def test_seeding_inside_is_repeated_and_stays_as_the_forward_left_it() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            before = torch.rand(3, 4)
-            torch.manual_seed(99)
-            return (x * before * torch.rand(3, 4)).exp()
+@programs
+def drawing_and_putting_back_inside_is_seen_as_drawing(checkpoint: Checkpoint) -> Any:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            x = torch.nn.functional.dropout(x, 0.5)
+        return (x * torch.rand(3, 4)).exp()
 
-        x = leaf(3, 4)
-        y = checkpoint(function, x)
-        y.sum().backward()
-        return y, x.grad, torch.rand(2)
+    x = leaf(3, 4)
+    y = checkpoint(function, x)
+    torch.rand(5)
+    y.sum().backward()
+    return y, x.grad
 
-    assert_as_plain(program)
+
+@programs
+def seeding_inside_is_repeated_and_stays_as_the_forward_left_it(checkpoint: Checkpoint) -> Any:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        before = torch.rand(3, 4)
+        torch.manual_seed(99)
+        return (x * before * torch.rand(3, 4)).exp()
+
+    x = leaf(3, 4)
+    y = checkpoint(function, x)
+    y.sum().backward()
+    return y, x.grad, torch.rand(2)
 
 
 def test_state_outside_is_unchanged_by_every_kind_of_backward() -> None:
@@ -259,175 +262,63 @@ def test_registering_what_is_no_callable_says_what_to_pass() -> None:
         actckpt.rng.unregister_tracker(ByteTracker)
 
 
-class Provider(extensions.Extension):
-    """Carries a number, and notes what it is asked."""
+DEADLOCK = """
+    import os, threading, torch, actckpt
+    holds_lock, is_swapped, is_over = threading.Event(), threading.Event(), threading.Event()
 
-    def __init__(self, *, allows_early_stop: bool = True) -> None:
-        self.number, self.log, self.allows = 0, [], allows_early_stop
+    def unpack(packed):
+        if threading.current_thread().name == "B":
+            holds_lock.set()
+            is_swapped.wait(1)
+        return packed[0]
 
-    def capture(self) -> Any:
-        self.log.append("capture")
-        return self.number or None
+    z, x = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t,), unpack):
+        shared = actckpt.checkpoint(lambda z: torch.nn.functional.dropout(z.sin(), 0.5).exp(), z).sum()
 
-    @contextmanager
-    def forward(self, state: Any) -> Iterator[None]:
-        self.log.append(f"forward {state}")
-        yield
-        self.log.append("forward ends")
+    def region(x):
+        if threading.current_thread().name == "A":
+            is_swapped.set()
+        (grad,) = torch.autograd.grad(shared, z, retain_graph=True)
+        return (x * grad).exp()
 
-    @contextmanager
-    def rerun(self, state: Any) -> Iterator[None]:
-        outside, self.number = self.number, state
-        try:
-            yield
-        finally:
-            self.number = outside
-            self.log.append(f"rerun {state} ends")
+    y = actckpt.checkpoint(region, x).sum()
 
-    def allows_early_stop(self, state: Any) -> bool:
-        return self.allows
+    def a():
+        holds_lock.wait(10)
+        y.backward()
 
-
-@pytest.fixture
-def provided() -> Iterator[Callable[[Provider], AbstractContextManager[None]]]:
-    @contextmanager
-    def registered(provider: Provider) -> Iterator[None]:
-        extensions.register(provider)
-        try:
-            yield
-        finally:
-            extensions.unregister(provider)
-
-    yield registered
+    threads = [threading.Thread(target=a, name="A", daemon=True), threading.Thread(
+        target=lambda: torch.autograd.grad(shared, z, retain_graph=True), name="B", daemon=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    os._exit(any(thread.is_alive() for thread in threads))
+"""
 
 
-@pytest.mark.parametrize("method_of_module", [True, False])
-def test_extensions_carry_state_into_the_rerun(provided: Any, method_of_module: bool) -> None:
-    provider, seen = Provider(), []
+def test_a_region_that_differentiates_a_graph_which_another_thread_differentiates_too_ends() -> None:
+    # It must not matter who takes the swap lock and who the lock of the region first.
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(DEADLOCK)], timeout=300, check=False)
+    assert done.returncode == 0
 
-    class Layer(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(provider.number)
-            return x.sin().exp()
 
-    layer = Layer()
-    provider.number = 3
-    with provided(provider):
-        y = ours(layer if method_of_module else (lambda x: layer(x)), leaf(3))
-    provider.number = 5
+def test_tensor_tracker_beside_a_context_fn_that_saves_every_operator() -> None:
+    # The tracker's clone() runs inside the rerun context, which looks for it among the forward's operators.
+    class Tracker:
+        def __init__(self) -> None:
+            self.states = {"a": torch.zeros(8, dtype=torch.uint8)}
+
+        def get_states(self) -> dict[str, Any]:
+            return self.states
+
+        def set_states(self, states: dict[str, Any]) -> None:
+            self.states = states
+
+    tracker = Tracker()
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    x = leaf(3)
+    y = ours(lambda x: x.sin().exp(), x, context_fn=contexts, rng_trackers=[lambda: tracker])
     y.sum().backward()
-    assert seen == [3, 3]
-    assert provider.number == 5
-    assert provider.log == ["capture", "forward 3", "forward ends", "rerun 3 ends"]
-
-
-def test_an_extension_with_nothing_to_carry_is_not_entered(provided: Any) -> None:
-    provider = Provider()
-    with provided(provider):
-        ours(torch.sin, leaf(3)).sum().backward()
-    assert provider.log == ["capture"]
-
-
-@pytest.mark.parametrize("allowed", [True, False])
-def test_an_extension_may_forbid_the_early_stop(provided: Any, allowed: bool) -> None:
-    provider, ends = Provider(allows_early_stop=allowed), Log()
-    provider.number = 1
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        x = x.sin().exp()
-        ends.append(1)
-        return x
-
-    with provided(provider):
-        ours(function, leaf(3)).sum().backward()
-    assert len(ends) == (1 if allowed else 2)
-
-
-def test_an_extension_sees_a_failed_rerun_end(provided: Any) -> None:
-    provider, runs = Provider(), Log()
-    provider.number = 1
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
-
-    with provided(provider):
-        y = ours(function, leaf(3))
-    provider.number = 2
-    with pytest.raises(actckpt.errors.RerunMismatchError):
-        y.sum().backward()
-    assert provider.number == 2 and provider.log[-1] == "rerun 1 ends"
-
-
-#: A device's random state, where reruns do not find it: they put back what objects and lists hold.
-_drawn: ContextVar[int] = ContextVar("_drawn", default=0)
-
-
-def _draw() -> int:
-    _drawn.set(_drawn.get() + 1)
-    return _drawn.get()
-
-
-class _Counting(Accelerator):
-    """Stands for the accelerator of meta tensors: its one device draws random numbers by counting."""
-
-    @property
-    def module(self) -> Any:
-        return self
-
-    def current_index(self) -> int | None:
-        return 0
-
-    def get_rng_state(self, index: int) -> torch.Tensor:
-        return torch.tensor([_drawn.get()])
-
-    def set_rng_state(self, state: torch.Tensor, index: int) -> None:
-        _drawn.set(int(state))
-
-
-def _given(x: torch.Tensor, there: torch.Tensor, draw: Callable[..., Any], checkpoint: Checkpoint) -> torch.Tensor:
-    return checkpoint(draw, x, there)
-
-
-def _in_keywords(
-    x: torch.Tensor, there: torch.Tensor, draw: Callable[..., Any], checkpoint: Checkpoint
-) -> torch.Tensor:
-    return checkpoint(lambda x, held: draw(x, held["there"]), x, held={"there": there})
-
-
-def _in_closure(x: torch.Tensor, there: torch.Tensor, draw: Callable[..., Any], checkpoint: Checkpoint) -> torch.Tensor:
-    return checkpoint(lambda x: draw(x, there), x)
-
-
-@pytest.mark.parametrize("given", [_given, _in_keywords, _in_closure])
-@pytest.mark.parametrize("hold", ["as they are", "offloaded", "in hooks", "nested", "in a region"])
-def test_the_generator_of_a_device_is_restored_however_inputs_are_held(given: Callable[..., Any], hold: str) -> None:
-    """Also where what is outside packs them: what is left of the inputs then has no device."""
-    undo = devices.register(_Counting("meta"))
-    x, there = leaf(3), torch.empty(2, device="meta")
-
-    def draw(x: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-        return (x * _draw()).exp()
-
-    def run(checkpoint: Checkpoint) -> torch.Tensor:
-        _drawn.set(0)
-        if hold == "nested":
-            y = checkpoint(lambda x, there: given(x, there, draw, checkpoint).sin(), x, there)
-        elif hold == "in hooks":
-            with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                y = given(x, there, draw, checkpoint)
-        else:
-            y = given(x, there, draw, checkpoint)
-        _draw()
-        (gradient,) = torch.autograd.grad(y.sum(), x)
-        assert _drawn.get() == 2
-        return gradient
-
-    def ours_so(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return actckpt.checkpoint(function, *args, offload_inputs=hold == "offloaded", **kwargs)
-
-    try:
-        with actckpt.region("keep") if hold == "in a region" else nullcontext():
-            assert_equal(run(ours_so), run(plain))
-    finally:
-        undo()
+    assert_equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])

@@ -6,13 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import pytest
 import torch
-from oracle import Checkpoint, CountOperators, assert_equal, gradients, leaf, ours, plain, theirs
+from input_routes import MODULE_CALLS
+from oracle import Checkpoint, CountOperators, assert_equal, gradients, leaf, ours, plain, soon, theirs
 from torch.nn.utils import parametrizations, spectral_norm
+from torch.overrides import TorchFunctionMode
 
 import actckpt
 
@@ -94,22 +95,6 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
     "observer": _observed,
 }
 
-CALLS: dict[str, Callable[..., torch.Tensor]] = {
-    "module": lambda ck, m, x: ck(m, x),
-    "keyword": lambda ck, m, x: ck(lambda x, *, m: m(x), x, m=m),
-    "forward": lambda ck, m, x: ck(m.forward, x),
-    "__call__": lambda ck, m, x: ck(m.__call__, x),
-    "method": lambda ck, m, x: ck(MethodType(lambda self, x: self(x), m), x),
-    "method without a name": lambda ck, m, x: ck(MethodType(partial(lambda self, x: self(x)), m), x),
-    "closure": lambda ck, m, x: ck(lambda x: m(x), x),
-    "partial": lambda ck, m, x: ck(partial(m), x),
-    "argument": lambda ck, m, x: ck(lambda m, x: m(x), m, x),
-    "weak reference": lambda ck, m, x: ck(lambda x, r: r()(x), x, weakref.ref(m)),
-    "nested": lambda ck, m, x: ck(lambda x: ck(m, x.sin()), x),
-    "debug": lambda ck, m, x: ck(m, x, debug=True) if ck is ours else ck(m, x),
-    "to the end": lambda ck, m, x: ck(m, x, early_stop=False) if ck is ours else ck(m, x),
-}
-
 
 def _train(checkpoint: Checkpoint, make: Callable[[], torch.nn.Module], call: Any, steps: int = 3) -> list[Any]:
     torch.manual_seed(3)
@@ -128,10 +113,10 @@ def _train(checkpoint: Checkpoint, make: Callable[[], torch.nn.Module], call: An
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # torch.ao is deprecated
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", MODULE_CALLS)
 @pytest.mark.parametrize("module", MODULES)
 def test_buffers_that_a_forward_reads_and_changes_are_as_it_found_them(module: str, call: str) -> None:
-    make, how = MODULES[module], CALLS[call]
+    make, how = MODULES[module], MODULE_CALLS[call]
     assert_equal(_train(ours, make, how), _train(plain, make, how))
 
 
@@ -147,7 +132,7 @@ REPLAYS: dict[str, Any] = {"region": _in_region, "matmuls": partial(actckpt.chec
 @pytest.mark.parametrize("replay", REPLAYS)
 @pytest.mark.parametrize("module", MODULES)
 def test_replay_has_the_buffers_that_a_later_forward_overwrites(module: str, replay: str) -> None:
-    make, how = MODULES[module], CALLS["module"]
+    make, how = MODULES[module], MODULE_CALLS["module"]
     assert_equal(_train(REPLAYS[replay], make, how), _train(plain, make, how))
 
 
@@ -166,7 +151,7 @@ def test_a_rerun_has_the_weight_that_a_hook_outside_of_it_had_set() -> None:
 
 
 def test_spectral_norm_is_silently_wrong_with_torch() -> None:
-    make, how = MODULES["spectral_norm"], CALLS["module"]
+    make, how = MODULES["spectral_norm"], MODULE_CALLS["module"]
     try:
         assert_equal(_train(theirs, make, how), _train(plain, make, how))
     except AssertionError:
@@ -187,16 +172,15 @@ def test_a_module_that_changes_buffers_in_training_only_is_right_after_evaluatio
 
 
 class Late(Average):
-    """Begins to change its buffer in its third call."""
+    """Changes its buffer once it is told to."""
 
     def __init__(self, *, reads: bool) -> None:
         super().__init__(_in_place)
-        self.calls, self.reads = 0, reads
+        self.reads, self.changes = reads, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += not actckpt._C.is_rerunning()
         y = (x + self.average if self.reads else x).exp()
-        if self.calls > 2:
+        if self.changes:
             with torch.no_grad():
                 self.average.add_(1)
         return y
@@ -205,9 +189,10 @@ class Late(Average):
 @pytest.mark.parametrize("as_module", [True, False])
 def test_a_buffer_that_is_changed_for_the_first_time_in_a_later_call_raises_once_and_is_named(as_module: bool) -> None:
     module, x = Late(reads=True), leaf(4, 8)
-    call = CALLS["module" if as_module else "closure"]
+    call = MODULE_CALLS["module" if as_module else "closure"]
     for _ in range(2):
         call(ours, module, x).sum().backward()
+    module.changes = True
     y = call(ours, module, x)
     with pytest.raises(
         actckpt.errors.InputChangedError, match=r"(?s)Buffer 'average' of Late.*version 1.*version 0.*policy"
@@ -221,7 +206,8 @@ def test_a_buffer_that_is_changed_for_the_first_time_in_a_later_call_raises_once
 
 def test_a_buffer_that_is_changed_and_not_read_does_no_harm() -> None:
     module, x = Late(reads=False), leaf(4, 8)
-    for _ in range(4):
+    for call in range(4):
+        module.changes = call > 1
         ours(module, x).sum().backward()
     assert_equal(x.grad, (x.detach().exp() * 4))
 
@@ -239,13 +225,13 @@ def test_a_buffer_that_somebody_changes_after_the_forward_raises_where_it_is_rea
         y.sum().backward()
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", MODULE_CALLS)
 def test_inference_buffers_that_change_are_as_the_forward_found_them(call: str) -> None:
     with torch.inference_mode():
         module = Late(reads=True)
     x = leaf(4, 8)
-    expected = torch.autograd.grad(CALLS[call](plain, module, x).sum(), x)[0]
-    y = CALLS[call](ours, module, x)
+    expected = torch.autograd.grad(MODULE_CALLS[call](plain, module, x).sum(), x)[0]
+    y = MODULE_CALLS[call](ours, module, x)
     with torch.inference_mode():
         module.average.add_(1)
     y.sum().backward()
@@ -279,31 +265,28 @@ class Convolutions(torch.nn.Sequential):
         )
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("call", CALLS)
-def test_batch_norm_updates_its_statistics_once(call: str, momentum: float | None) -> None:
+class _WithActivation(torch.nn.BatchNorm1d):
+    """As timm's: an activation after the norm."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).relu()
+
+
+NORMS: dict[str, Callable[[], torch.nn.Module]] = {
+    "momentum": Convolutions,
+    "average": partial(Convolutions, None),
+    "subclass": lambda: torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), _WithActivation(3), torch.nn.Conv1d(3, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("call", MODULE_CALLS)
+def test_batch_norm_updates_its_statistics_once(call: str, norm: str) -> None:
     def run(checkpoint: Checkpoint) -> list[Any]:
         torch.manual_seed(0)
-        model, x = Convolutions(momentum), leaf(4, 2, 5)
+        model, x = NORMS[norm](), leaf(4, 2, 5)
         for _ in range(3):
-            CALLS[call](checkpoint, model, x).sum().backward(retain_graph=True)
-        return [x.grad, gradients(model), list(model.buffers())]
-
-    assert_equal(run(ours), run(plain))
-
-
-def test_batch_norm_of_a_subclass_updates_its_statistics_once() -> None:
-    class Own(torch.nn.BatchNorm1d):
-        """As timm's: an activation after the norm."""
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).relu()
-
-    def run(checkpoint: Checkpoint) -> list[Any]:
-        torch.manual_seed(0)
-        model, x = torch.nn.Sequential(torch.nn.Conv1d(2, 3, 1), Own(3)), leaf(4, 2, 5)
-        for _ in range(3):
-            checkpoint(model, x).sum().backward()
+            MODULE_CALLS[call](checkpoint, model, x).sum().backward(retain_graph=True)
         return [x.grad, gradients(model), list(model.buffers())]
 
     assert_equal(run(ours), run(plain))
@@ -350,17 +333,6 @@ def test_a_model_without_buffers_runs_under_no_mode_in_its_first_call() -> None:
     assert seen == [0, 0]
 
 
-FUNCTIONAL: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = {
-    "module": lambda inner, x: ours(inner, x),
-    "closure": lambda inner, x: ours(lambda x: inner(x), x),
-    "partial": lambda inner, x: ours(partial(inner), x),
-    "forward": lambda inner, x: ours(inner.forward, x),
-    "__call__": lambda inner, x: ours(inner.__call__, x),
-    "method": lambda inner, x: ours(MethodType(lambda self, x: self(x), inner), x),
-    "list": lambda inner, x: ours(lambda x, layers: layers[0](x), x, [inner]),
-}
-
-
 class Outer(torch.nn.Module):
     def __init__(self, inner: torch.nn.Module, call: Any) -> None:
         super().__init__()
@@ -371,7 +343,7 @@ class Outer(torch.nn.Module):
         return y
 
 
-@pytest.mark.parametrize("call", FUNCTIONAL)
+@pytest.mark.parametrize("call", MODULE_CALLS)
 def test_functional_call_computes_the_gradients_of_its_own_weights(call: str) -> None:
     def run(how: Callable[..., torch.Tensor]) -> list[Any]:
         torch.manual_seed(0)
@@ -385,7 +357,7 @@ def test_functional_call_computes_the_gradients_of_its_own_weights(call: str) ->
         assert all(parameter is before[name] for name, parameter in outer.named_parameters())
         return [x.grad, *(p.grad for p in mine.values()), gradients(outer), *buffers.values(), *outer.buffers()]
 
-    assert_equal(run(FUNCTIONAL[call]), run(lambda inner, x: inner(x)))
+    assert_equal(run(partial(MODULE_CALLS[call], ours)), run(partial(MODULE_CALLS[call], plain)))
 
 
 def test_functional_call_of_an_applied_model_computes_plain_gradients() -> None:
@@ -416,8 +388,37 @@ def test_a_parameter_or_layer_that_another_one_takes_the_place_of_is_back_in_the
 def test_weights_of_functional_call_that_changed_in_place_raise() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
     weights = {f"inner.{name}": (p.detach() * 2).requires_grad_() for name, p in model.named_parameters()}
-    y = torch.func.functional_call(Outer(model, FUNCTIONAL["module"]), weights, (leaf(2, 3),))
+    y = torch.func.functional_call(Outer(model, ours), weights, (leaf(2, 3),))
     with torch.no_grad():
         weights["inner.0.bias"].add_(1)
     with pytest.raises(actckpt.errors.RerunMismatchError, match=r"version 1; it was at version 0"):
         y.sum().backward()
+
+
+def test_a_parameter_that_goes_while_it_is_copied_is_held() -> None:
+    # One of inference mode has no version, so it is copied, and code of the user runs then: "make sanitize" sees more.
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.inference_mode():
+                self.spare: torch.nn.Parameter | None = torch.nn.Parameter(torch.randn(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().exp()
+
+    class Removes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func is torch.Tensor.clone:
+                module.spare = None
+            return result
+
+    module, x = Module(), leaf(3)
+    spare = weakref.ref(module.spare)
+    with Removes():
+        y = ours(module, x)
+    assert module.spare is None and spare() is not None
+    assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad(module(x).sum(), x))
+    del y
+    gc.collect()
+    assert soon(lambda: spare() is None)

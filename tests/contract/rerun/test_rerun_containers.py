@@ -10,41 +10,12 @@ import threading
 import types
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from input_routes import METHODS, ROUTES, Route
 from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, soon
-
-import actckpt
-
-
-def _hooked(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Inside saved-tensor hooks, inputs are held packed and built again."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(),), lambda packed: packed[0]):
-        return ours(function, *args, **kwargs)
-
-
-def _nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return ours(lambda: ours(function, *args, **kwargs) * 1.0)
-
-
-def _to_the_end(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return ours(function, *args, early_stop=False, **kwargs)
-
-
-def _without_random_state(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return ours(function, *args, preserve_rng_state=False, **kwargs)
-
-
-METHODS: dict[str, Checkpoint] = {
-    "plainly": ours,
-    "inside hooks": _hooked,
-    "nested": _nested,
-    "to the end": _to_the_end,
-    "without random state": _without_random_state,
-}
 
 
 class Plain:
@@ -217,97 +188,26 @@ def _detached(values: list[Any]) -> list[Any]:
     return [value.detach() if isinstance(value, torch.Tensor) else value for value in values]
 
 
-def _read_and_count(x: torch.Tensor, state: Any) -> torch.Tensor:
-    state[0] += 1.0
-    return (x * state[0]).exp()
+def _read_and_count(x: torch.Tensor, held: list[float]) -> torch.Tensor:
+    held[0] += 1.0
+    return (x * held[0]).exp()
 
 
-class Counting:
-    def __init__(self, state: list[float]) -> None:
-        self.state = state
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        return _read_and_count(x, self.state)
-
-    __call__ = run
-
-
-def _in_closure(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-    return checkpoint(lambda x: _read_and_count(x, state), x)
-
-
-def _in_closure_of_closure(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return _read_and_count(x, state)
-
-    return checkpoint(lambda x: inner(x), x)
-
-
-def _in_default(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-    return checkpoint(lambda x, state=state: _read_and_count(x, state), x)
-
-
-def _in_keyword_default(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-    def function(x: torch.Tensor, *, state: Any = state) -> torch.Tensor:
-        return _read_and_count(x, state)
-
-    return checkpoint(function, x)
-
-
-def _through_append(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-    return checkpoint(lambda x, push: (push(3.0), x * len(push.__self__))[1].exp(), x, state.append)
-
-
-STATE: Any = None
 SCALE = 2.0
-
-
-def _count_in_global(x: torch.Tensor) -> torch.Tensor:
-    return _read_and_count(x, STATE)
-
-
-def _state() -> Any:
-    return STATE
-
-
-def _count_through_another_function(x: torch.Tensor) -> torch.Tensor:
-    return _read_and_count(x, _state())
-
-
-def _with_global(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def call(checkpoint: Checkpoint, x: torch.Tensor, state: Any) -> torch.Tensor:
-        global STATE
-        STATE = state
-        return checkpoint(function, x)
-
-    return call
-
-
-ROUTES: dict[str, Callable[..., torch.Tensor]] = {
-    "positional": lambda ck, x, s: ck(_read_and_count, x, s),
-    "keyword": lambda ck, x, s: ck(_read_and_count, x, state=s),
-    "partial": lambda ck, x, s: ck(partial(lambda s, x: _read_and_count(x, s), s), x),
-    "partial keyword": lambda ck, x, s: ck(partial(_read_and_count, state=s), x),
-    "tuple": lambda ck, x, s: ck(lambda x, pair: _read_and_count(x, pair[0]), x, (s, 1)),
-    "closure": _in_closure,
-    "closure of a closure": _in_closure_of_closure,
-    "default": _in_default,
-    "keyword-only default": _in_keyword_default,
-    "method of an object": lambda ck, x, s: ck(Counting(s).run, x),
-    "object that can be called": lambda ck, x, s: ck(Counting(s), x),
-    "method of the container": _through_append,
-    "global": _with_global(_count_in_global),
-    "global of another function": _with_global(_count_through_another_function),
-    "function among the arguments": lambda ck, x, s: ck(lambda x, f: f(x), x, lambda x: _read_and_count(x, s)),
+#: The container itself, by a method of it.
+ROUTES_AND_METHOD: dict[str, Route] = ROUTES | {
+    "method of the container": lambda ck, read, x, s: ck(
+        lambda x, push: (push(3.0), x * len(push.__self__))[1].exp(), x, s.append
+    )
 }
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ROUTES_AND_METHOD)
 def test_containers_are_found_wherever_the_function_gets_them_from(route: str, method: str) -> None:
     def run(checkpoint: Checkpoint) -> list[Any]:
         x, state = torch.tensor([0.1, 0.2, 0.3], requires_grad=True), [1.0]
-        y = ROUTES[route](checkpoint, x, state)
+        y = ROUTES_AND_METHOD[route](checkpoint, _read_and_count, x, state)
         left = list(state)
         state.append(7.0)
         y.sum().backward()
@@ -357,7 +257,7 @@ def test_several_regions_that_share_one_container_each_find_what_their_forward_f
         return [x.grad, *lengths, len(past), [p.detach() for p in past]]
 
     assert_equal(run(ours), run(plain))
-    assert_equal(run(_nested), run(plain))
+    assert_equal(run(METHODS["nested"]), run(plain))
 
 
 def test_a_container_is_put_back_after_a_rerun_that_failed() -> None:
@@ -452,26 +352,11 @@ def test_an_object_that_leads_to_a_whole_program_costs_bounded_time() -> None:
         one.next = program.value[i - 1]
     state = [1.0]
     program.state = state
-    chain = Plain(torch.zeros(()))
-    for _ in range(20_000):
-        chain = Plain([chain, torch.zeros(())])
-    assert 0 < len(actckpt._C.Structure((chain,), set(), []).take_tensors()) < 10_000
     x = leaf(3)
     y = ours(lambda x, program: (x * program.state[0]).exp(), x, program)
     state[0] = 5.0
     y.sum().backward()
     assert_equal(x.grad, x.detach().exp())
-
-
-def test_generators_of_an_object_draw_the_same_again() -> None:
-    def run(checkpoint: Checkpoint) -> torch.Tensor | None:
-        o = Plain(torch.Generator().manual_seed(3))
-        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
-        y = checkpoint(lambda x, o: (x * torch.rand(3, generator=o.value)).exp(), x, o)
-        y.sum().backward()
-        return x.grad
-
-    assert_equal(run(ours), run(plain))
 
 
 def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None:

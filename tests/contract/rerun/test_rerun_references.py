@@ -1,4 +1,4 @@
-"""2,000 reruns of each kind give every reference back: references.py tells how."""
+"""500 reruns of each kind give every reference back: references.py tells how."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from references import SavesBoth, assert_references_flat, sines
 import actckpt
 
 
-def _common(x: torch.Tensor) -> None:
-    ours(sines, x).sum().backward()
-
-
 def _keywords_and_containers(x: torch.Tensor) -> None:
     def function(x: torch.Tensor, items: list[Any], *, named: dict[str, Any]) -> Any:
         items.append(x.exp())
@@ -30,21 +26,6 @@ def _keywords_and_containers(x: torch.Tensor) -> None:
     (y[0] + y[1][0]).sum().backward()
 
 
-def _closure_and_module(x: torch.Tensor) -> None:
-    scale = x.cos()
-    layer = torch.nn.Linear(4, 4)
-    ours(lambda x: layer(x * scale).sin(), x).sum().backward()
-
-
-@functools.cache
-def _normed() -> torch.nn.Module:
-    return torch.nn.BatchNorm1d(4)
-
-
-def _buffers_of_a_module(x: torch.Tensor) -> None:
-    ours(_normed(), x).sum().backward()
-
-
 _generator = torch.Generator()
 
 
@@ -53,11 +34,6 @@ def _generators(x: torch.Tensor) -> None:
         return (x * torch.rand(2, 4, generator=generator)).sin() * torch.rand(4)
 
     ours(function, x, _generator).sum().backward()
-
-
-def _contexts(x: torch.Tensor) -> None:
-    contexts = lambda: (torch.autocast("cpu", torch.bfloat16), torch.enable_grad())  # noqa: E731
-    ours(sines, x, context_fn=contexts).sum().backward()
 
 
 def _settings_of_torch(x: torch.Tensor) -> None:
@@ -121,6 +97,15 @@ def _failing_backward(x: torch.Tensor) -> None:
         ours(function, x).sum().backward()
 
 
+def _closure_and_module(x: torch.Tensor) -> None:
+    scale, layer = x.cos(), torch.nn.Linear(4, 4)
+    ours(lambda x: layer(x * scale).sin(), x).sum().backward()
+
+
+def _contexts() -> tuple[Any, Any]:
+    return torch.autocast("cpu", torch.bfloat16), torch.enable_grad()
+
+
 def _retained(x: torch.Tensor) -> None:
     y = ours(sines, x).sum()
     for _ in range(2):
@@ -129,39 +114,19 @@ def _retained(x: torch.Tensor) -> None:
 
 
 def _double_backward(x: torch.Tensor) -> None:
-    y = ours(sines, x).sum()
-    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    (grad,) = torch.autograd.grad(ours(sines, x).sum(), x, create_graph=True)
     grad.sum().backward()
 
 
-def _part_of_a_graph(x: torch.Tensor) -> None:
-    y = ours(lambda x: (x.sin().exp(), x.cos().exp()), x)
-    torch.autograd.grad(y[0].sum(), x)
-
-
-def _dropped(x: torch.Tensor) -> None:
-    ours(sines, x)
-
-
-def _nested_reruns(x: torch.Tensor) -> None:
-    ours(lambda x: ours(sines, x.cos()).tanh(), x).sum().backward()
-
-
-def _subclass(x: torch.Tensor) -> None:
-    ours(lambda x, t: SavesBoth.apply(x, t), x, TwoTensor(torch.ones(4), torch.ones(4))).sum().backward()
-
-
-def _offloaded_inputs(x: torch.Tensor) -> None:
-    ours(sines, ours(sines, x * 2, offload_inputs=True), offload_inputs=True).sum().backward()
-
-
-RERUNS: dict[str, Callable[[torch.Tensor], None]] = {
-    "common": _common,
+_normed = functools.cache(lambda: torch.nn.BatchNorm1d(4))
+_offloading = functools.partial(ours, offload_inputs=True)
+RERUNS: dict[str, Callable[[torch.Tensor], object]] = {
+    "common": lambda x: ours(sines, x).sum().backward(),
     "keywords and containers": _keywords_and_containers,
     "closure and module": _closure_and_module,
-    "buffers": _buffers_of_a_module,
+    "buffers": lambda x: ours(_normed(), x).sum().backward(),
     "generators": _generators,
-    "contexts": _contexts,
+    "contexts": lambda x: ours(sines, x, context_fn=_contexts).sum().backward(),
     "settings of torch": _settings_of_torch,
     "failing forward": _failing_forward,
     "failing rerun": _failing_rerun,
@@ -170,11 +135,11 @@ RERUNS: dict[str, Callable[[torch.Tensor], None]] = {
     "failing backward": _failing_backward,
     "retain_graph": _retained,
     "double backward": _double_backward,
-    "part of a graph": _part_of_a_graph,
-    "dropped": _dropped,
-    "nested": _nested_reruns,
-    "subclass": _subclass,
-    "offloaded inputs": _offloaded_inputs,
+    "part of a graph": lambda x: torch.autograd.grad(ours(lambda x: (x.sin().exp(), x.cos().exp()), x)[0].sum(), x),
+    "dropped": lambda x: ours(sines, x),
+    "nested": lambda x: ours(lambda x: ours(sines, x.cos()).tanh(), x).sum().backward(),
+    "subclass": lambda x: ours(SavesBoth.apply, x, TwoTensor(torch.ones(4), torch.ones(4))).sum().backward(),
+    "offloaded inputs": lambda x: _offloading(sines, _offloading(sines, x * 2)).sum().backward(),
 }
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import collections
-import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from input_routes import ROUTES
 from oracle import Checkpoint, assert_equal, leaf, ours, plain
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -23,17 +24,16 @@ def _assign_data(t: torch.Tensor) -> None:
     t.data = torch.full((3,), 9.0)
 
 
-INPUTS: dict[str, Callable[..., torch.Tensor]] = {
-    "module": lambda ck, x, t: ck(Multiply(), x, t),
-    "function": lambda ck, x, t: ck(lambda x, t: (x * t).exp(), x, t),
-    "keyword": lambda ck, x, t: ck(lambda x, *, t: (x * t).exp(), x, t=t),
-    "list": lambda ck, x, t: ck(lambda x, ts: (x * ts[0]).exp(), x, [t]),
-    "deque": lambda ck, x, t: ck(lambda x, ts: (x * ts[0]).exp(), x, collections.deque([t])),
-    "set": lambda ck, x, t: ck(lambda x, ts: (x * next(iter(ts))).exp(), x, {t}),
-    "closure": lambda ck, x, t: ck(lambda x: (x * t).exp(), x),
-    "object": lambda ck, x, t: ck(lambda x, held: (x * held.t).exp(), x, types.SimpleNamespace(t=t)),
-    "buffer": lambda ck, x, t: ck(_module_with_buffer(t), x),
+def _multiplied(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    return (x * held).exp()
+
+
+INPUTS: dict[str, Any] = ROUTES | {
+    "module": lambda ck, read, x, t: ck(Multiply(), x, t),
+    "set": lambda ck, read, x, t: ck(lambda x, ts: read(x, next(iter(ts))), x, {t}),
+    "buffer": lambda ck, read, x, t: ck(_module_with_buffer(t), x),
 }
+del INPUTS["global of another function"]  # not checked for other memory
 
 
 def _module_with_buffer(t: torch.Tensor) -> torch.nn.Module:
@@ -59,7 +59,7 @@ class Multiply(torch.nn.Module):
 def test_an_input_that_was_given_other_memory_raises_or_is_right(place: str, change: Callable[..., None]) -> None:
     def run(checkpoint: Checkpoint, *, changes: bool) -> torch.Tensor | None:
         x, t = torch.tensor([0.1, 0.2, 0.3], requires_grad=True), torch.tensor([1.0, 2.0, 3.0])
-        y = INPUTS[place](checkpoint, x, t)
+        y = INPUTS[place](checkpoint, _multiplied, x, t)
         if changes:
             change(t)
         y.sum().backward()
@@ -83,8 +83,7 @@ def _gradient_after_swap(call: Callable[..., Any], t: torch.Tensor, *, swaps: bo
 
 SWAPPED: dict[str, Callable[..., Any]] = {
     "argument of a module": lambda x, p: ours(Multiply(), x, p),
-    "argument": lambda x, p: ours(lambda x, p: (x * p).exp(), x, p),
-    "object": lambda x, p: ours(lambda x, held: (x * held.t).exp(), x, types.SimpleNamespace(t=p)),
+    **{name: partial(ROUTES[name], ours, _multiplied) for name in ("positional", "object")},
     "parameter": lambda x, p: ours(_module_with_parameter(p), x),
     "not saved": lambda x, p: ours(lambda x, p: (x + p).exp(), x, p),
 }
@@ -247,3 +246,70 @@ def test_the_check_of_reads_can_be_switched_off() -> None:
     o.t.add_(0)
     y.sum().backward()
     assert_equal(x.grad, (x.detach() + 1).exp())
+
+
+@pytest.mark.parametrize("kind", ["first linear", "bias", "autocast"])
+def test_parameter_that_no_operator_saves_changed_before_backward_raises_or_is_right(kind: str) -> None:
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.tensor([0.1, 0.2, 0.3]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x + self.bias).exp()
+
+    def run(method: Any) -> torch.Tensor | None:
+        torch.manual_seed(0)
+        model = Shift() if kind == "bias" else torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
+        x = torch.randn(2, 3, requires_grad=kind != "first linear")
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            y = method(model, x)
+        parameter = next(model.parameters())
+        with torch.no_grad():
+            parameter.mul_(-1)
+        y.float().sum().backward()
+        return parameter.grad if kind == "first linear" else x.grad
+
+    try:
+        actual = run(ours)
+    except actckpt.CheckpointError:
+        return
+    assert_equal(actual, run(plain))
+
+
+def test_keyword_tensor_of_a_nested_region_changed_in_place_raises_or_is_right() -> None:
+    class Config:
+        mask = torch.tensor([1.0, 2.0, 3.0])
+
+    def inner(x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+        return (x * mask).exp()
+
+    def run(method: Any, *, change: bool) -> torch.Tensor | None:
+        config = Config()
+        config.mask = config.mask.clone()
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        y = method(lambda x: method(inner, x, mask=config.mask).sin(), x)
+        if change:
+            config.mask.add_(1)
+        y.sum().backward()
+        return x.grad
+
+    try:
+        actual = run(ours, change=True)
+    except actckpt.CheckpointError:
+        return
+    assert_equal(actual, run(plain, change=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_of_a_scripted_module_that_changes_before_backward_raises(name: str) -> None:
+    scripted = torch.jit.script(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+    for _ in range(3):  # its first runs, which are profiled, save other tensors
+        scripted(leaf(3, 4)).sum().backward()
+    same, changed = (ours(scripted, leaf(3, 4)) for _ in range(2))
+    same.sum().backward()
+    with torch.no_grad():
+        dict(scripted.named_parameters())[f"0.{name}"].add_(1.0)
+    with pytest.raises(actckpt.errors.RerunMismatchError, match="parameter"):
+        changed.sum().backward()

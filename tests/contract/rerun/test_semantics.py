@@ -2,117 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from oracle import BOTH, Checkpoint, assert_as_plain, gradients, leaf, mlp, ours
+from input_routes import ROUTES
+from oracle import BOTH, Checkpoint, Programs, assert_as_plain, gradients, leaf, mlp, ours
 from torch.testing._internal.two_tensor import TwoTensor
 
 Pair = namedtuple("Pair", ["first", "second"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    x: torch.Tensor
-    scale: float
-    mask: torch.Tensor
+programs = Programs()
 
 
-def test_a_region_without_random_numbers_is_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(), leaf(3, 8)
-        y = checkpoint(model, x)
-        y.square().sum().backward()
-        return y, x.grad, gradients(model)
-
-    assert_as_plain(program)
+@pytest.mark.parametrize("name", programs)
+def test_programs_are_bit_equal(name: str) -> None:
+    assert_as_plain(programs[name])
 
 
-@pytest.mark.parametrize("depth", [2, 3])
-def test_nested_regions_with_dropout_are_bit_equal(depth: int) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        models = [mlp(dropout=0.3) for _ in range(depth)]
-
-        def nested(level: int, x: torch.Tensor, *, scale: torch.Tensor, extra: list[torch.Tensor]) -> torch.Tensor:
-            x = models[level](x) * scale
-            if level + 1 < depth:
-                x = checkpoint(nested, level + 1, x, scale=scale.sin(), extra=[extra[0].exp(), x])
-            return x + extra[0] * extra[-1]
-
-        x, scale, extra = leaf(3, 8), leaf(8), leaf(3, 8)
-        y = checkpoint(nested, 0, x.cos(), scale=scale.cos(), extra=[extra])
-        y.sum().backward()
-        return y, x.grad, scale.grad, extra.grad, [gradients(model) for model in models]
-
-    assert_as_plain(program)
-
-
-def test_nested_regions_that_share_closures_are_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        weight, x = leaf(4, 4), leaf(2, 4)
-        derived = weight.tanh()
-
-        def outer(x: torch.Tensor) -> torch.Tensor:
-            between = x @ derived
-            first = checkpoint(lambda y: (y * between).exp() @ derived, x.sin())
-            return checkpoint(lambda y: y.sigmoid() * first * between, first)
-
-        y = checkpoint(outer, x)
-        y.sum().backward()
-        return y, x.grad, weight.grad
-
-    assert_as_plain(program)
-
-
-def _in_keyword(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda x, *, m: (x * m).exp(), x, m=m)
-
-
-def _in_list(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda x, ms: (x * ms[0][1]).exp(), x, [[0, m]])
-
-
-def _in_dict(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda x, ms: (x * ms["m"]).exp(), x, OrderedDict(m=m, n=None))
-
-
-def _in_named_tuple(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda pair: (pair.first * pair.second).exp(), Pair(x, m))
-
-
-def _in_dataclass(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda b: (b.x * b.mask * b.scale).exp(), Batch(x, 2.0, m))
-
-
-def _in_structseq(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(lambda top, m: (top.values * m[:, :1]).exp(), x.max(dim=1, keepdim=True), m)
-
-
-def _in_partial(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    return checkpoint(partial(lambda m, x, *, n: (x * m * n).exp(), m, n=m.sin()), x)
-
-
-def _in_default(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
+def _in_both_defaults(checkpoint: Checkpoint, read: Any, x: torch.Tensor, m: torch.Tensor) -> Any:
     def function(x: torch.Tensor, m: torch.Tensor = m, *, n: torch.Tensor = m.cos()) -> torch.Tensor:  # noqa: B008
         return (x * m * n).exp()
 
     return checkpoint(function, x)
 
 
-def _in_method(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
-    class Holder:
-        def function(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * m).exp()
-
-    return checkpoint(Holder().function, x)
-
-
-def _twice_the_same(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) -> Any:
+def _twice_the_same(checkpoint: Checkpoint, read: Any, x: torch.Tensor, m: torch.Tensor) -> Any:
     def function(a: torch.Tensor, b: torch.Tensor, c: list[torch.Tensor]) -> torch.Tensor:
         assert a is b and a is c[0]
         return (a * b * c[0] * m).exp()
@@ -120,28 +39,22 @@ def _twice_the_same(checkpoint: Checkpoint, x: torch.Tensor, m: torch.Tensor) ->
     return checkpoint(function, x, x, [x])
 
 
-INPUTS = [
-    _in_keyword,
-    _in_list,
-    _in_dict,
-    _in_named_tuple,
-    _in_dataclass,
-    _in_structseq,
-    _in_partial,
-    _in_default,
-    _in_method,
-    _twice_the_same,
-]
+INPUTS: dict[str, Any] = ROUTES | {
+    "both in a tuple": lambda ck, read, x, m: ck(lambda pair: read(pair.first, pair.second), Pair(x, m)),
+    "structseq": lambda ck, read, x, m: ck(lambda top, m: read(top.values, m[:, :1]), x.max(dim=1, keepdim=True), m),
+    "partial with both": lambda ck, read, x, m: ck(partial(lambda m, x, *, n: read(x, m * n), m, n=m.sin()), x),
+    "both defaults": _in_both_defaults,
+    "twice the same": _twice_the_same,
+}
 
 
 @pytest.mark.parametrize("is_leaf", [True, False])
-@pytest.mark.parametrize("call", INPUTS)
-def test_tensors_are_differentiated_wherever_they_stand_among_the_inputs(
-    call: Callable[..., Any], is_leaf: bool
-) -> None:
+@pytest.mark.parametrize("name", INPUTS)
+def test_tensors_are_differentiated_wherever_they_stand_among_the_inputs(name: str, is_leaf: bool) -> None:
     def program(checkpoint: Checkpoint) -> Any:
         x, m = leaf(3, 4), leaf(3, 4)
-        y = call(checkpoint, x if is_leaf else x.sin(), m if is_leaf else m.sin())
+        inputs = (x, m) if is_leaf else (x.sin(), m.sin())
+        y = INPUTS[name](checkpoint, lambda x, held: (x * held).exp(), *inputs)
         y.sum().backward(retain_graph=True)
         y.square().sum().backward()
         return y, x.grad, m.grad
@@ -199,17 +112,6 @@ def test_results_without_tensors_are_returned(method: Checkpoint) -> None:
     assert method(lambda: 3) == 3
 
 
-def test_one_of_two_results_is_used() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x, w = leaf(3, 4), leaf(3, 4)
-        a, b = checkpoint(lambda x, w: ((x * w).exp(), (x * w).sin().exp()), x, w)
-        b.sum().backward()
-        del a
-        return b, x.grad, w.grad
-
-    assert_as_plain(program)
-
-
 def test_without_grad_mode_the_function_is_just_called() -> None:
     x = leaf(3)
     with torch.no_grad():
@@ -219,14 +121,12 @@ def test_without_grad_mode_the_function_is_just_called() -> None:
         assert ours(torch.sin, x).is_inference()
 
 
-def test_inputs_without_grad_still_give_parameters_their_gradients() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.5), torch.randn(3, 8)
-        y = checkpoint(model, x)
-        y.sum().backward()
-        return y, gradients(model)
-
-    assert_as_plain(program)
+@programs
+def inputs_without_grad_still_give_parameters_their_gradients(checkpoint: Checkpoint) -> Any:
+    model, x = mlp(dropout=0.5), torch.randn(3, 8)
+    y = checkpoint(model, x)
+    y.sum().backward()
+    return y, gradients(model)
 
 
 def test_nothing_that_requires_grad_gives_a_result_that_does_not() -> None:
@@ -249,127 +149,90 @@ class Square(torch.autograd.Function):
         return grad * ctx.plain * x * w + 0 * y, grad * x * x
 
 
-def test_custom_functions_are_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x, w = leaf(3, 4), leaf(3, 4)
+@programs
+def custom_functions(checkpoint: Checkpoint) -> Any:
+    x, w = leaf(3, 4), leaf(3, 4)
 
-        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            y, total = Square.apply(x.sin(), w)
-            return (y * total).tanh()
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y, total = Square.apply(x.sin(), w)
+        return (y * total).tanh()
 
-        y = checkpoint(function, x, w)
-        y.sum().backward()
-        return y, x.grad, w.grad
-
-    assert_as_plain(program)
+    y = checkpoint(function, x, w)
+    y.sum().backward()
+    return y, x.grad, w.grad
 
 
-def test_in_place_operators_and_views_inside_are_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        def function(x: torch.Tensor) -> torch.Tensor:
-            y = x * 2
-            y.view(-1)[::2].mul_(3)
-            y = torch.relu_(y).transpose(0, 1).clone()
-            y[0].add_(y[1].clone())
-            z = y.reshape(-1).sin()
-            z[1:3] = z[3:5] * 2
-            return z.as_strided((2, 2), (3, 1), 1).exp()
-
-        x = leaf(3, 4)
-        y = checkpoint(function, x)
-        y.sum().backward()
-        return y, x.grad
-
-    assert_as_plain(program)
+@programs
+def result_changed_in_place_after_the_region(checkpoint: Checkpoint) -> Any:
+    x = leaf(3, 4)
+    y = checkpoint(lambda x: x.sin() @ x.t(), x)
+    y.mul_(2).relu_()
+    y.sum().backward()
+    return y, x.grad
 
 
-def test_result_changed_in_place_after_the_region_is_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x = leaf(3, 4)
-        y = checkpoint(lambda x: x.sin() @ x.t(), x)
-        y.mul_(2).relu_()
-        y.sum().backward()
-        return y, x.grad
-
-    assert_as_plain(program)
+@programs
+def a_view_of_the_input_as_result(checkpoint: Checkpoint) -> Any:
+    x = leaf(3, 4)
+    y = checkpoint(lambda x: x.t()[1:], x.exp())
+    y.sin().sum().backward()
+    return y, x.grad
 
 
-def test_a_view_of_the_input_as_result_is_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x = leaf(3, 4)
-        y = checkpoint(lambda x: x.t()[1:], x.exp())
-        y.sin().sum().backward()
-        return y, x.grad
+@programs
+def complex_numbers_and_lazy_conjugation(checkpoint: Checkpoint) -> Any:
+    z, x = leaf(3, 3, dtype=torch.complex64), leaf(3, 3)
 
-    assert_as_plain(program)
+    def function(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real((z.conj() @ z.mH * x).imag.neg() + 1j * z.abs()).sin()
 
-
-def test_complex_numbers_and_lazy_conjugation_are_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        z, x = leaf(3, 3, dtype=torch.complex64), leaf(3, 3)
-
-        def function(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            return torch.view_as_real((z.conj() @ z.mH * x).imag.neg() + 1j * z.abs()).sin()
-
-        y = checkpoint(function, z.conj(), x)
-        y.sum().backward()
-        return y, z.grad, x.grad
-
-    assert_as_plain(program)
+    y = checkpoint(function, z.conj(), x)
+    y.sum().backward()
+    return y, z.grad, x.grad
 
 
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("in_backward", [True, False])
-@pytest.mark.parametrize("cache", [True, False])
-def test_autocast_is_bit_equal(inside: bool, in_backward: bool, cache: bool) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x = mlp(dropout=0.2), leaf(3, 8)
+@programs.each(inside=[True, False], in_backward=[True, False], cache=[True, False])
+def autocast(checkpoint: Checkpoint, inside: bool, in_backward: bool, cache: bool) -> Any:
+    model, x = mlp(dropout=0.2), leaf(3, 8)
 
-        def function(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-                return model(x)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return model(x)
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=not inside, cache_enabled=cache):
-            y = checkpoint(function if inside else model, x)
-            y = checkpoint(model, y.float())
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_backward):
-            y.float().sum().backward()
-        return y, x.grad, gradients(model)
-
-    assert_as_plain(program)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside, cache_enabled=cache):
+        y = checkpoint(function if inside else model, x)
+        y = checkpoint(model, y.float())
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_backward):
+        y.float().sum().backward()
+    return y, x.grad, gradients(model)
 
 
-def test_tensor_subclass_inputs_are_bit_equal() -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        x = TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()
-        y = checkpoint(lambda x, *, k: (x.sin() * k).exp() @ k.t(), x, k=x.detach().clone())
-        y.sum().backward()
-        assert isinstance(x.grad, TwoTensor)
-        return y.a, y.b, x.grad.a, x.grad.b
-
-    assert_as_plain(program)
+@programs
+def tensor_subclass_inputs(checkpoint: Checkpoint) -> Any:
+    x = TwoTensor(torch.randn(3, 4), torch.randn(3, 4)).requires_grad_()
+    y = checkpoint(lambda x, *, k: (x.sin() * k).exp() @ k.t(), x, k=x.detach().clone())
+    y.sum().backward()
+    assert isinstance(x.grad, TwoTensor)
+    return y.a, y.b, x.grad.a, x.grad.b
 
 
-@pytest.mark.parametrize("where", ["outside", "inside"])
-def test_save_on_cpu_around_and_inside_a_region_is_bit_equal(where: str) -> None:
-    def program(checkpoint: Checkpoint) -> Any:
-        model, x, m = mlp(dropout=0.4), leaf(3, 8), leaf(3, 8)
+@programs.each(where=["outside", "inside"])
+def save_on_cpu_around_and_inside_a_region(checkpoint: Checkpoint, where: str) -> Any:
+    model, x, m = mlp(dropout=0.4), leaf(3, 8), leaf(3, 8)
 
-        def function(x: torch.Tensor, *, m: torch.Tensor) -> torch.Tensor:
-            if where == "inside":
-                with torch.autograd.graph.save_on_cpu():
-                    return model(x * m).exp()
-            return model(x * m).exp()
-
-        if where == "outside":
+    def function(x: torch.Tensor, *, m: torch.Tensor) -> torch.Tensor:
+        if where == "inside":
             with torch.autograd.graph.save_on_cpu():
-                y = checkpoint(function, x.sin(), m=m.sin()).sin()
-        else:
-            y = checkpoint(function, x.sin(), m=m.sin()).sin()
-        y.sum().backward()
-        return y, x.grad, m.grad, gradients(model)
+                return model(x * m).exp()
+        return model(x * m).exp()
 
-    assert_as_plain(program)
+    if where == "outside":
+        with torch.autograd.graph.save_on_cpu():
+            y = checkpoint(function, x.sin(), m=m.sin()).sin()
+    else:
+        y = checkpoint(function, x.sin(), m=m.sin()).sin()
+    y.sum().backward()
+    return y, x.grad, m.grad, gradients(model)
 
 
 @pytest.mark.parametrize("method", BOTH.values(), ids=BOTH)

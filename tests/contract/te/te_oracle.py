@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from te_fakes import ByteTracker, FakeTracker, Recipe
+from oracle import assert_equal
+from te_fakes import ByteTracker, FakeTracker, Recipe, installed
 
 import actckpt
 
@@ -67,6 +68,24 @@ def train(
             stack.callback(actckpt.rng.unregister_tracker, get_tracker)
         prepare(model)
         return _steps(te, model, method, recipe, steps, backward, kwargs)
+
+
+def assert_trains_as_plain(
+    version: str,
+    method: Method,
+    recipe: Recipe | None,
+    *,
+    plainly: Method = plain,
+    prepare: Callable[[Any], Any] = lambda model: None,
+    **options: Any,
+) -> Any:
+    """Compare training with plain training, bit for bit; return the fake TransformerEngine of the former."""
+    with installed(version) as te:
+        expected = train(te, plainly, recipe, **options)
+    with installed(version) as te:
+        assert_equal(train(te, method, recipe, prepare=prepare, **options), expected)
+        assert te.distributed.activation_recompute_forward._is_first_fp8_module == []
+    return te
 
 
 def _steps(

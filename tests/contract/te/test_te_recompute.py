@@ -8,7 +8,7 @@ import pytest
 import torch
 from oracle import Log, assert_equal, leaf
 from te_fakes import VERSIONS, FakeQuantizer, Recipe, installed
-from te_oracle import RECIPES, fp8_state, make_model, plain, queued, train
+from te_oracle import RECIPES, assert_trains_as_plain, fp8_state, make_model, plain, queued, train
 
 import actckpt
 from actckpt.errors import RerunMismatchError, TransformerEngineError
@@ -30,19 +30,14 @@ def _scaled(layer: Any, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("method", [actckpt.checkpoint, actckpt.te.checkpoint], ids=["checkpoint", "te.checkpoint"])
 def test_gradients_and_fp8_state_are_those_without_checkpointing(te: Any, recipe: str, method: Any) -> None:
-    with installed(te.version) as other:
-        expected = train(other, plain, RECIPES[recipe])
-    assert_equal(train(te, method, RECIPES[recipe]), expected)
+    assert_trains_as_plain(te.version, method, RECIPES[recipe])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("core", [False, True], ids=["", "checkpoint_core_attention"])
 def test_item_6_a_nested_region_leaves_the_outer_one_marked(te: Any, recipe: str, core: bool) -> None:
-    with installed(te.version) as other:
-        expected = train(other, _scaled, RECIPES[recipe], tracker=None, checkpoint_core_attention=core)
-    found = train(te, _nested, RECIPES[recipe], tracker=None, checkpoint_core_attention=core)
-    assert_equal(found, expected)
-    assert te.distributed.activation_recompute_forward._is_first_fp8_module == []
+    options: dict[str, Any] = {"tracker": None, "checkpoint_core_attention": core}
+    assert_trains_as_plain(te.version, _nested, RECIPES[recipe], plainly=_scaled, **options)
 
 
 def test_item_6_the_flags_are_those_of_te_checkpoint_and_put_back(te: Any) -> None:

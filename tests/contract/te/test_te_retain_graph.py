@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import assert_equal, leaf
 from te_fakes import VERSIONS, FakeTracker, installed
-from te_oracle import RECIPES, make_model, plain, queued, train
+from te_oracle import RECIPES, assert_trains_as_plain, make_model, plain, queued
 
 import actckpt
 from actckpt.errors import InputChangedError, RerunMismatchError, TransformerEngineError
@@ -35,12 +35,7 @@ def test_the_fakes_fail_at_a_second_backward_as_transformer_engine_does(te: Any)
 @pytest.mark.parametrize("core", [False, True], ids=["", "checkpoint_core_attention"])
 def test_training_is_bit_equal_to_plain_training(version: str, recipe: str, policy: Any, core: bool) -> None:
     options: dict[str, Any] = {"tracker": None if core else FakeTracker, "checkpoint_core_attention": core}
-    with installed(version) as te:
-        expected = train(te, plain, RECIPES[recipe], **options)
-    with installed(version) as te:
-        found = train(te, plain, RECIPES[recipe], prepare=lambda model: _retained(model, policy), **options)
-        assert te.distributed.activation_recompute_forward._is_first_fp8_module == []
-    assert_equal(found, expected)
+    assert_trains_as_plain(version, plain, RECIPES[recipe], prepare=lambda model: _retained(model, policy), **options)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

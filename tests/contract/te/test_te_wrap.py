@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import Log, assert_equal, leaf
-from te_fakes import VERSIONS, ByteTracker, FakeTracker, installed
-from te_oracle import RECIPES, make_model, plain, train
+from te_fakes import VERSIONS, ByteTracker, FakeTracker
+from te_oracle import RECIPES, assert_trains_as_plain, make_model, plain
 
 import actckpt
 from actckpt.errors import BlocksError
@@ -30,17 +30,8 @@ POLICIES = {
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_gives_the_gradients_and_states_of_plain_training(version: str, recipe: str, policy: str) -> None:
-    with installed(version) as te:
-        expected = train(te, plain, RECIPES[recipe], tracker=FakeTracker)
-    with installed(version) as te:
-        found = train(
-            te,
-            plain,
-            RECIPES[recipe],
-            tracker=FakeTracker,
-            prepare=lambda model: actckpt.te.wrap(model, POLICIES[policy], min_bytes=0),
-        )
-    assert_equal(found, expected)
+    wrap = lambda model: actckpt.te.wrap(model, POLICIES[policy], min_bytes=0)  # noqa: E731
+    assert_trains_as_plain(version, plain, RECIPES[recipe], tracker=FakeTracker, prepare=wrap)
 
 
 def test_a_tracker_that_only_its_getter_knows_is_restored(te: Any) -> None:

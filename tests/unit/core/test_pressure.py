@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush
+from offload_oracle import flush, store_of_kind
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
 from torch import Tensor
 
@@ -37,7 +37,11 @@ _HOLDERS = {
 _FROM_OTHERS = ("replay from kept values", "replay from a store")
 
 
-pytestmark = pytest.mark.usefixtures("no_audit", "store_in_memory")
+@pytest.fixture(autouse=True)
+def _store_in_memory() -> Iterator[None]:
+    actckpt.configure(audit="off")  # until the fixture of all tests puts it back
+    with store_of_kind("memory"):
+        yield
 
 
 @contextmanager

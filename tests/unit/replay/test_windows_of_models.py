@@ -18,6 +18,8 @@ from actckpt import _C, _bind
 from actckpt._replay import execute
 from actckpt.memory import LiveStorages
 
+pytestmark = pytest.mark.usefixtures("counters_only_observe")
+
 
 class _Whole:
     """A model of many layers in one region, with the settings that it finds."""
