@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from hypothesis import strategies as st
 from replay_operators import OPERATORS, Pool, at, fit, real
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -253,3 +254,23 @@ def difference(program: list[Any], flags: tuple[bool, ...], mode: int, seed: int
         if not any(is_same(mine, right) for right in expected if not isinstance(right, RuntimeError)):
             return f"gradients of backward {number} differ: {mine} is none of {expected}"
     return None
+
+
+numbers = st.integers(0, 9)
+names = st.sampled_from(sorted(OPERATORS))
+writes = st.sampled_from(sorted(name for name in OPERATORS if name.endswith("_") or "place" in name or "of" in name))
+operators = st.tuples(names | writes, numbers, numbers, numbers)
+extras = st.tuples(st.sampled_from(["drop", "grad", "checkpoint"]), numbers, numbers, numbers)
+policies = st.tuples(st.sampled_from(POLICIES), st.integers(0, 50))
+
+
+def _around(inner: Any) -> Any:
+    items = operators | extras | st.tuples(st.just("region"), policies, inner) | st.tuples(st.just("no grad"), inner)
+    return st.lists(items, min_size=1, max_size=8)
+
+
+bodies = st.recursive(st.lists(operators | extras, min_size=1, max_size=8), _around, max_leaves=4)
+#: With at least one region.
+programs = st.lists(operators | st.tuples(st.just("region"), policies, bodies), min_size=1, max_size=6).filter(
+    lambda program: any(kind == "region" for kind, *_ in program)
+)

@@ -1,0 +1,39 @@
+"""Random programs in regions that decide candidates after every kept value (NOTE [ Candidates ])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+from random_programs import many_draws
+from replay_programs import difference, programs
+
+import actckpt
+from actckpt import _C, _bind
+
+
+@pytest.fixture(params=["off", "always"])
+def _decided_at_once(request: Any) -> Iterator[None]:
+    """By default values as small as these wait for their region to close."""
+    actckpt.configure(audit=request.param)
+    _C.connect(_bind.NAMES | {"least_growth_bytes": 0})
+    yield
+    _C.connect(_bind.NAMES)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.usefixtures("_decided_at_once")
+@many_draws
+@given(
+    program=programs,
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
+    mode=st.integers(0, 4),
+    seed=st.integers(0, 3),
+)
+def test_random_programs_are_bit_equal_to_plain_autograd(
+    program: list[Any], flags: tuple[bool, ...], mode: int, seed: int
+) -> None:
+    found = difference(program, flags, mode, seed)
+    assert found is None, found
