@@ -79,7 +79,7 @@ def _disk(measure: bool) -> Iterator[Finding]:
     folder = config.settings().spill_folder
     try:
         file = _C.SpillFile(folder)
-    except _C.SpillWriteError as error:
+    except _C.OffloadError as error:
         yield "offload of CPU tensors", f"off: {' '.join(str(error).split())}"
         return
     plain = _C.why_foreign_reads_are_plain()

@@ -11,15 +11,10 @@
     |-- StillOpenError          also RuntimeError
     |-- TorchVersionError
     |-- TransformerEngineError
-    `-- EngineError             also RuntimeError; of the engine that copies to host memory and disk
-        |-- SpillWriteError
-        |   `-- SpillFullError
-        |-- SpillReadError
-        |-- HostPoolFullError
-        |-- SourceGoneError
-        |-- DeviceError
-        |-- ForkedError
-        `-- ClosedError
+    `-- OffloadError            also RuntimeError; of the engine that copies to host memory and disk
+        |-- OffloadFullError
+        |-- OffloadReadError
+        `-- ForkedError
 
 Mismatch errors derive from torch's CheckpointError (a RuntimeError), so that handlers written for
 torch's function keep working. Every message says what and where, both numbers, and the next step.
@@ -29,17 +24,7 @@ Warnings are of the category `ActckptWarning`, a UserWarning.
 
 from torch.utils.checkpoint import CheckpointError
 
-from actckpt._C import (
-    ClosedError,
-    DeviceError,
-    EngineError,
-    ForkedError,
-    HostPoolFullError,
-    SourceGoneError,
-    SpillFullError,
-    SpillReadError,
-    SpillWriteError,
-)
+from actckpt._C import ForkedError, OffloadError, OffloadFullError, OffloadReadError
 from actckpt._error_base import (
     ActckptError,
     ActckptWarning,
@@ -54,20 +39,15 @@ __all__ = [
     "AuditError",
     "BlocksError",
     "CheckpointError",
-    "ClosedError",
     "CostTableError",
-    "DeviceError",
-    "EngineError",
     "ForkedError",
-    "HostPoolFullError",
     "InputChangedError",
+    "OffloadError",
+    "OffloadFullError",
+    "OffloadReadError",
     "PlanInfeasibleError",
     "RerunMismatchError",
     "SavedTensorChangedError",
-    "SourceGoneError",
-    "SpillFullError",
-    "SpillReadError",
-    "SpillWriteError",
     "StillOpenError",
     "TorchVersionError",
     "TransformerEngineError",

@@ -130,9 +130,9 @@ def test_fields_of_policies_are_described_in_the_reference_and_in_help(name: str
 
 
 def test_the_reference_has_every_error_of_the_engine() -> None:
-    described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Errors"].partition("kind of `EngineError`")[2], re.MULTILINE)
-    kinds = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.EngineError)]
-    assert sorted([*described, "EngineError"]) == sorted(kinds)
+    described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Errors"].partition("kind of `OffloadError`")[2], re.MULTILINE)
+    kinds = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.OffloadError)]
+    assert sorted([*described, "OffloadError"]) == sorted(kinds)
 
 
 def test_the_reference_has_every_public_name() -> None:

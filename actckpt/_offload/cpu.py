@@ -39,7 +39,7 @@ class CpuStore(_C.CpuStore):
             limit_bytes: maximum bytes of live tickets in the file; the rest stays in memory.
             engine: see `on_file`.
         Raises:
-            SpillWriteError: no file can be created in `folder`.
+            OffloadError: no file can be created in `folder`.
         """
         return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **engine)
 

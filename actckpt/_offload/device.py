@@ -47,7 +47,7 @@ class DeviceStore:
     def from_settings(cls, settings: config.Settings, device_type: str) -> "DeviceStore":
         accelerator = devices.accelerator_of(device_type)
         if accelerator is None or accelerator.driver_library is None:
-            raise _C.DeviceError(f"offload: {no_backend(device_type)}")
+            raise _C.OffloadError(f"offload: {no_backend(device_type)}")
         host = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
         file = None if settings.spill_dir is None else spill_file(settings)
         bounce, buffer = limits.bounce_sizes(host if file else 0)

@@ -18,7 +18,7 @@ def spill_file(settings: config.Settings) -> _C.SpillFile:
     """Return the spill file, created at first use.
 
     Raises:
-        SpillWriteError: no file can be created in the folder of the settings.
+        OffloadError: no file can be created in the folder of the settings.
     """
     with _lock:
         known = _files.get(config.generation)

@@ -65,7 +65,7 @@ def store_for(device_type: str) -> Any:
     """Return the store for tensors of such devices, created at first use with the current settings.
 
     Raises:
-        EngineError: no such store is available; says why.
+        OffloadError: no such store is available; says why.
     """
     with _lock:
         generation, known = _stores.get(device_type, (-1, None))

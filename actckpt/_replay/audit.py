@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._C import EngineError
+from actckpt._C import OffloadError
 from actckpt._core import devices, torch_private
 from actckpt._core.sites import warn_user
 from actckpt._replay.checksums import checksum
@@ -99,7 +99,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
     try:
         with Paused():
             original = expected.original()
-    except EngineError as error:
+    except OffloadError as error:
         raise _failure(handle) from error
     _warn_of_original(_described(handle))
     return original

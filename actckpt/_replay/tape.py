@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from actckpt import _C, config
-from actckpt._C import EngineError, Moved, record_version, value_of
+from actckpt._C import Moved, OffloadError, record_version, value_of
 from actckpt._core import torch_private
 from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
@@ -259,7 +259,7 @@ class Tape(TapeCore):
             return None
         try:
             packed = self._originals.pack(compact(tensor.detach()).clone())
-        except (EngineError, torch.OutOfMemoryError):
+        except (OffloadError, torch.OutOfMemoryError):
             return None
         return functools.partial(_expanded, packed, tensor.shape) if isinstance(packed, Moved) else None
 

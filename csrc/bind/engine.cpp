@@ -21,15 +21,10 @@ void bind_errors(py::module_& module) {
   const py::object root = py::module_::import("actckpt._error_base").attr("ActckptError");
   const py::tuple bases = py::make_tuple(root, py::handle(PyExc_RuntimeError));
   // Later registrations are tried first, so each class reaches Python as itself.
-  const py::handle base = bind_error<EngineError>(module, "EngineError", bases);
-  bind_error<HostPoolFullError>(module, "HostPoolFullError", base);
-  const py::handle write = bind_error<SpillWriteError>(module, "SpillWriteError", base);
-  bind_error<SpillFullError>(module, "SpillFullError", write);
-  bind_error<SourceGoneError>(module, "SourceGoneError", base);
-  bind_error<SpillReadError>(module, "SpillReadError", base);
+  const py::handle base = bind_error<OffloadError>(module, "OffloadError", bases);
+  bind_error<OffloadFullError>(module, "OffloadFullError", base);
+  bind_error<OffloadReadError>(module, "OffloadReadError", base);
   bind_error<ForkedError>(module, "ForkedError", base);
-  bind_error<ClosedError>(module, "ClosedError", base);
-  bind_error<DeviceError>(module, "DeviceError", base);
 }
 
 void bind_engine(py::module_& module) {

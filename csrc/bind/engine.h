@@ -24,7 +24,7 @@
 // call failed before, or in this put. With `must` it waits (counted) if bytes that go below pinned memory find no free
 // bounce buffer. `why_no_driver(library)` is empty if that library can be opened.
 //
-// Every error derives from EngineError. A call in a forked child raises ForkedError. Engines are shut down at
+// Every error derives from OffloadError. A call in a forked child raises ForkedError. Engines are shut down at
 // interpreter exit. Calls that may wait release the GIL.
 //
 // Contract: each bind_* function adds its classes to the module. NOTE [References]: a KeepAlive of the engine is an

@@ -114,7 +114,7 @@ void bind_spill(py::module_& module) {
           "read",
           [](SpillFile& self, const DiskBlock& block, std::uintptr_t ptr) {
             if (block.file.get() != &self) {
-              throw EngineError("read: this block belongs to another spill file.");
+              throw OffloadError("read: this block belongs to another spill file.");
             }
             self.read(block.block, to_pointer(ptr));
           },

@@ -1,6 +1,6 @@
 // Storage for the bytes of CPU tensors: one interface for every tier.
 //
-// Contract: `write` returns a handle only once every byte is safe, else throws an EngineError and
+// Contract: `write` returns a handle only once every byte is safe, else throws an OffloadError and
 // the source is untouched; a SourceGoneError where its memory was freed. `read` fills `dst` with exactly those bytes or
 // throws. A handle gives its space back on destruction, without blocking, and must not outlive its store. Thread rule:
 // any thread; write and read may block. Ownership: the caller owns the handle.

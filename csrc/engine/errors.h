@@ -12,57 +12,39 @@
 
 namespace actckpt {
 
-class EngineError : public std::runtime_error {
+class OffloadError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// The pool's byte limit, or the system, refuses a block.
-class HostPoolFullError : public EngineError {
+// A limit, the system or the file system has no room. The bytes are still where they were.
+class OffloadFullError : public OffloadError {
  public:
-  using EngineError::EngineError;
-};
-
-// The spill file cannot be opened or a write to it failed. The bytes are still where they were.
-class SpillWriteError : public EngineError {
- public:
-  using EngineError::EngineError;
-};
-
-// The same, because limit or file system have no room.
-class SpillFullError : public SpillWriteError {
- public:
-  using SpillWriteError::SpillWriteError;
-};
-
-// The memory of a tensor that was being offloaded was freed.
-class SourceGoneError : public EngineError {
- public:
-  using EngineError::EngineError;
+  using OffloadError::OffloadError;
 };
 
 // A read failed, or its bytes are not the ones that were written.
-class SpillReadError : public EngineError {
+class OffloadReadError : public OffloadError {
  public:
-  using EngineError::EngineError;
+  using OffloadError::OffloadError;
 };
 
 // The engine belongs to the process that forked this one.
-class ForkedError : public EngineError {
+class ForkedError : public OffloadError {
  public:
-  using EngineError::EngineError;
+  using OffloadError::OffloadError;
 };
 
-// The engine was shut down, or a ticket was used after its drop.
-class ClosedError : public EngineError {
+// The memory of a tensor that was being offloaded was freed. Python sees an OffloadError.
+class SourceGoneError : public OffloadError {
  public:
-  using EngineError::EngineError;
+  using OffloadError::OffloadError;
 };
 
-// A device call failed; the message names the call and its code.
-class DeviceError : public EngineError {
+// A device call failed; the message names the call and its code. Python sees an OffloadError.
+class DeviceError : public OffloadError {
  public:
-  using EngineError::EngineError;
+  using OffloadError::OffloadError;
 };
 
 // "1.5 MiB" for people, exact bytes below 1 KiB.

@@ -19,7 +19,7 @@ void count_fork() { generation.fetch_add(1, std::memory_order_relaxed); }
 ForkGuard::ForkGuard() {
   static const int registered = pthread_atfork(nullptr, nullptr, &count_fork);
   if (registered != 0) {
-    throw EngineError("cannot register the fork handler: " + format_errno(registered) +
+    throw OffloadError("cannot register the fork handler: " + format_errno(registered) +
                       ". Free some memory and try again.");
   }
   generation_ = generation.load(std::memory_order_relaxed);

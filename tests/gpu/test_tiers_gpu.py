@@ -169,7 +169,7 @@ def test_altered_bytes_raise_and_the_next_try_is_right(tmp_path: Path) -> None:
         _wait_for_drains(engine, 16 * MIB)
         faults.alter_read_at = 77
         io.set(faults)
-        with pytest.raises(_C.SpillReadError, match="checksum"):
+        with pytest.raises(_C.OffloadReadError, match="checksum"):
             torch.autograd.grad(y, x, retain_graph=True)
         io.set(sim.Faults())
         assert torch.equal(torch.autograd.grad(y, x)[0], expected)

@@ -169,7 +169,7 @@ TensorPtr Program::unpack(Saved* saved, int queue) {
     Got got{GotKind::kNeedsLoad, nullptr, false};
     try {
       got = engine_->get(saved->ticket, stream, &releases);
-    } catch (const SpillReadError&) {
+    } catch (const OffloadReadError&) {
       finish(&releases);
       ++num_failed_gets_;
       continue;

@@ -58,7 +58,7 @@ OpenedSpill open_spill(const std::string& folder, bool want_direct) {
     fd = open_named(folder);
   }
   if (fd < 0) {
-    throw SpillWriteError("cannot make a spill file in '" + folder + "': " + format_errno(errno) +
+    throw OffloadError("cannot make a spill file in '" + folder + "': " + format_errno(errno) +
                           ". Set spill_dir to a writable folder.");
   }
   OpenedSpill opened{fd, false, false};

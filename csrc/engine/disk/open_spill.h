@@ -1,7 +1,7 @@
 // Opens a file that has no name.
 //
 // Contract: O_TMPFILE where the file system knows it, else mkostemp and unlink. Reports whether the
-// descriptor does direct I/O with the engine's granule. Throws SpillWriteError naming the folder.
+// descriptor does direct I/O with the engine's granule. Throws OffloadError naming the folder.
 // Thread rule: any thread. Ownership: the caller closes the descriptor.
 
 #pragma once

@@ -132,7 +132,7 @@ SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
   if (!block.has_value()) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.num_failed_writes;
-    throw SpillFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder + "': limit " +
+    throw OffloadFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder + "': limit " +
                          format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
                          ". Raise disk_limit, or offload less.");
   }
@@ -188,9 +188,9 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
                                "' failed: " + (code != 0 ? format_errno(code) : "no byte is accepted") +
                                ". Free space there, or set spill_dir or disk_limit.";
       if (code == ENOSPC || code == EDQUOT || code == EFBIG) {
-        throw SpillFullError(what);
+        throw OffloadFullError(what);
       }
-      throw SpillWriteError(what);
+      throw OffloadError(what);
     }
   }
 }
@@ -247,7 +247,7 @@ void SpillFile::fail_read(std::uint64_t offset, std::size_t bytes, const std::st
     const std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.num_failed_reads;
   }
-  throw SpillReadError("read of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+  throw OffloadReadError("read of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
                        " of the spill file in '" + config_.folder + "' " + why +
                        ". The offloaded bytes are lost; check that disk, or set spill_dir.");
 }

@@ -4,10 +4,10 @@
 //  - The file has no name once opened; its space returns to the system when the process ends, in whatever way.
 //  - Direct I/O if the file system supports it, else buffered I/O; always through aligned bounce buffers, so callers'
 //    pointers need no alignment. Short writes and reads are continued.
-//  - `write` returns only when every byte was written. On failure it throws SpillWriteError, frees the space and leaves
+//  - `write` returns only when every byte was written. On failure it throws OffloadError, frees the space and leaves
 //    the
 //    caller's bytes alone. SourceGoneError: they were unmapped.
-//  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws SpillReadError with
+//  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws OffloadReadError with
 //    folder,
 //    offset and both numbers; `dst` then holds garbage.
 //  - Freed space is reused before the file grows; space in use never exceeds the limit.
@@ -77,7 +77,7 @@ class SpillBlock {
 
 class SpillFile {
  public:
-  // Opens the file in `config.folder`; throws SpillWriteError naming folder and reason.
+  // Opens the file in `config.folder`; throws OffloadError naming folder and reason.
   // `io` null: the system's.
   explicit SpillFile(const SpillConfig& config, std::shared_ptr<FileIo> io = nullptr);
   ~SpillFile() noexcept;

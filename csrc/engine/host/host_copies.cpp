@@ -94,10 +94,7 @@ HostEngine::Write HostEngine::written(const Ticket& ticket) {
   Write write;
   try {
     write.stored = ticket.store->write(ticket.src, ticket.bytes);
-  } catch (const SpillFullError& failed) {
-    write.error = failed.what();
-    write.is_full = true;
-  } catch (const HostPoolFullError& failed) {
+  } catch (const OffloadFullError& failed) {
     write.error = failed.what();
     write.is_full = true;
   } catch (const SourceGoneError& failed) {

@@ -45,7 +45,7 @@ HostEngine::~HostEngine() noexcept { shutdown(); }
 
 void HostEngine::check_usable(const char* what) const {
   if (closed_) {
-    throw ClosedError(std::string(what) + ": the offload engine was shut down.");
+    throw OffloadError(std::string(what) + ": the offload engine was shut down.");
   }
 }
 
@@ -107,7 +107,7 @@ Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
   check_usable("get");
   hand_over(released);
   if (ticket->dropped) {
-    throw ClosedError("get: this ticket was dropped.");
+    throw OffloadError("get: this ticket was dropped.");
   }
   if (ticket->source != nullptr) {
     ticket->wanted = true;
@@ -132,7 +132,7 @@ Lookup HostEngine::look(const TicketPtr& ticket, Released* released) {
 LoadPtr HostEngine::add_load(const TicketPtr& ticket, std::byte* dst, KeepAlive keep) {
   check_usable("load");
   if (ticket->dropped) {
-    throw ClosedError("load: this ticket was dropped.");
+    throw OffloadError("load: this ticket was dropped.");
   }
   if (ticket->source != nullptr) {
     ticket->wanted = true;

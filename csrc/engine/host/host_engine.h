@@ -7,7 +7,7 @@
 //  - A thread that must wait runs queued copies instead of idling.
 //  - A source that is still held is returned directly, not read from the store.
 //  - In a forked child every call raises ForkedError and drops do nothing (NOTE [Fork]). After shutdown calls raise
-//    ClosedError; drops still work.
+//    OffloadError; drops still work.
 // Thread rule: every call from any thread. Only make_room, wait, load_here, flush and shutdown block; no other call
 // waits for a copy. The mutex is a leaf: never held while a copy runs, a reference is dropped, a store's handle is
 // destroyed or foreign code is called. Workers never touch Python: once they have released something, they call

@@ -72,7 +72,7 @@ Block Pool::allocate(std::size_t bytes) {
   std::string why;
   if (!obtain(bytes, &block, &why)) {
     const PoolStats now = stats();
-    throw HostPoolFullError("cannot hold " + format_bytes(bytes) + " in host memory.\nPool limit " +
+    throw OffloadFullError("cannot hold " + format_bytes(bytes) + " in host memory.\nPool limit " +
                             format_bytes(now.limit_bytes) + ", mapped " + format_bytes(now.pool_bytes) + ", in use " +
                             format_bytes(now.stored_bytes) + ", free " + format_bytes(now.free_bytes) +
                             (why.empty() ? "" : "; " + why) + ".\nRaise host_limit, or offload less.");
@@ -142,7 +142,7 @@ bool Pool::grow(std::size_t bytes, std::string* why) {
     limit_bytes_ = stats_.pool_bytes;
     ++stats_.num_refused_pins;
     return false;
-  } catch (const HostPoolFullError& refused) {
+  } catch (const OffloadFullError& refused) {
     *why = refused.what();
     return false;
   }

@@ -83,7 +83,7 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Throws HostPoolFullError with the numbers of both sides.
+  // Throws OffloadFullError with the numbers of both sides.
   Block allocate(std::size_t bytes);
 
   // The same without the exception; empty when the limit or the system refuses.

@@ -31,14 +31,14 @@ class SlabRegistrar {
 };
 
 // The registrar refused a slab.
-class PinRefusedError : public HostPoolFullError {
+class PinRefusedError : public OffloadFullError {
  public:
-  using HostPoolFullError::HostPoolFullError;
+  using OffloadFullError::OffloadFullError;
 };
 
 class Slab {
  public:
-  // Maps `bytes` (a multiple of 4 KiB). Throws HostPoolFullError when the system refuses and
+  // Maps `bytes` (a multiple of 4 KiB). Throws OffloadFullError when the system refuses and
   // PinRefusedError when the registrar does; `registrar` may be null.
   Slab(std::size_t bytes, SlabRegistrar* registrar);
   Slab(Slab&& other) noexcept;

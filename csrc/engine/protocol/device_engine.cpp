@@ -195,7 +195,7 @@ Got DeviceEngine::get(const DeviceTicketPtr& ticket, Stream stream, Releases* re
   fork_guard_.check("get");
   const Lock lock(calls_);
   if (ticket->dropped) {
-    throw ClosedError("get: this ticket was dropped.");
+    throw OffloadError("get: this ticket was dropped.");
   }
   const std::shared_ptr<Flight> flight = ticket->flight;
   if (flight != nullptr && flight->keep != nullptr) {  // line 7, before a poll could release it
@@ -225,7 +225,7 @@ Got DeviceEngine::get_landing(DeviceTicket* ticket, Stream stream, Releases* rel
   if (landing->error) {
     const std::string message = landing->error.message;
     bury_landing(ticket, releases);
-    throw SpillReadError(message);
+    throw OffloadReadError(message);
   }
   if (!is_there) {
     spills_.hurry(landing);
@@ -272,7 +272,7 @@ bool DeviceEngine::load(const DeviceTicketPtr& ticket, Stream allocated_on, std:
   fork_guard_.check("load");
   const Lock lock(calls_);
   if (ticket->dropped) {
-    throw ClosedError("load: this ticket was dropped.");
+    throw OffloadError("load: this ticket was dropped.");
   }
   if (ticket->landing != nullptr || (ticket->flight != nullptr && ticket->flight->keep != nullptr)) {
     return false;

@@ -19,7 +19,7 @@ void Ring::open() {
   }
   try {
     slab_.emplace(num_buffers_ * buffer_bytes_, registrar_);
-  } catch (const HostPoolFullError&) {  // a tensor that cannot pass stays where it is
+  } catch (const OffloadFullError&) {  // a tensor that cannot pass stays where it is
     num_buffers_ = 0;
     return;
   }

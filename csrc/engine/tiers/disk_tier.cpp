@@ -19,7 +19,7 @@ class WorkerHaul : public Haul {
         [haul, copy = std::move(copy)] {
           try {
             copy();
-          } catch (const SpillFullError& error) {
+          } catch (const OffloadFullError& error) {
             haul->error_ = {HaulError::kFull, error.what()};
           } catch (const std::exception& error) {
             haul->error_ = {HaulError::kFailed, error.what()};

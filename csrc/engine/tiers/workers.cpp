@@ -35,7 +35,7 @@ void Workers::start(const Lock&) {
     }
   } catch (const std::system_error& error) {
     if (threads_.empty()) {
-      throw EngineError("No thread can be made to copy between host memory and disk, of " +
+      throw OffloadError("No thread can be made to copy between host memory and disk, of " +
                         std::to_string(num_threads_) +
                         " that configure(num_workers=...) asks for: " + format_errno(error.code().value()) +
                         ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");

@@ -5,7 +5,7 @@
 // Threads start with the first job or wake. With no threads, `run_one` runs the jobs: for tests. `stop` joins and drops
 // jobs that were not started.
 // Thread rule: any thread; `submit` and `wake` take a leaf lock. `progress` is called with no lock held. Jobs must not
-// throw. If the system refuses threads, the granted ones do all; `submit` and `wake` throw EngineError if it granted
+// throw. If the system refuses threads, the granted ones do all; `submit` and `wake` throw OffloadError if it granted
 // none.
 // Ownership: owns its threads.
 

@@ -68,7 +68,7 @@ def test_short_writes_and_reads_are_continued(tmp_path: Path, step: int) -> None
         flush()
         try:
             (grad,) = torch.autograd.grad(y, x)
-        except _C.EngineError as error:  # a step below the alignment of direct reads
+        except _C.OffloadError as error:  # a step below the alignment of direct reads
             assert step < 4096 and "offset" in str(error)
         else:
             assert torch.equal(grad, _expected(x))
@@ -96,7 +96,7 @@ def test_a_read_that_fails_raises_and_the_next_try_is_right(tmp_path: Path, kind
         flush()
         io.set(faults(**values))
         for _ in range(2):
-            with pytest.raises(_C.SpillReadError, match=message.format(folder=tmp_path)):
+            with pytest.raises(_C.OffloadReadError, match=message.format(folder=tmp_path)):
                 y.backward(retain_graph=True) if accumulates else torch.autograd.grad(y, x, retain_graph=True)
         assert x.grad is None
         io.set(faults())
@@ -202,7 +202,7 @@ def test_a_folder_that_vanishes_later_is_an_engine_error_at_the_first_tensor(tmp
     try:
         actckpt.configure(spill_dir=folder)
         folder.rmdir()
-        with actckpt.offload(min_bytes=0), pytest.raises(_C.EngineError, match="spill_dir"):
+        with actckpt.offload(min_bytes=0), pytest.raises(_C.OffloadError, match="spill_dir"):
             (leaf(4) * 1).sin()
     finally:
         actckpt.configure(spill_dir=before)

@@ -133,7 +133,7 @@ def test_an_audit_does_not_fail_where_its_store_refuses(monkeypatch: pytest.Monk
 
     def refuse(self: Any, source: Any, nbytes: int, *, must: bool = True) -> None:
         refused.append(nbytes)
-        raise actckpt.errors.EngineError("refused")
+        raise actckpt.errors.OffloadError("refused")
 
     monkeypatch.setattr(PythonStore, "put", refuse)
     x = torch.randn(12, 3, requires_grad=True)
@@ -163,7 +163,7 @@ def test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store() 
 
 def test_an_original_that_cannot_be_read_back_is_an_audit_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
-        raise actckpt.errors.EngineError("the disk broke")
+        raise actckpt.errors.OffloadError("the disk broke")
 
     x = torch.randn(14, 3, requires_grad=True)
     with using(PythonStore(store_in_memory())):

@@ -542,7 +542,7 @@ def test_host_memory_is_refused_in_one_line_where_the_engine_has_no_backend(ther
 
 def test_the_store_of_such_a_device_says_the_same(there: Accelerator) -> None:
     for _ in range(2):
-        with pytest.raises(_C.DeviceError, match=r"'privateuseone' devices: it has no backend.*policy='recompute'"):
+        with pytest.raises(_C.OffloadError, match=r"'privateuseone' devices: it has no backend.*policy='recompute'"):
             stores.store_for(KIND)
     assert not stores.is_ready(KIND) and stores.why_none(KIND) == no_backend(KIND) != ""
     assert stores.why_none("cpu") == stores.why_none("meta") == ""
@@ -551,7 +551,7 @@ def test_the_store_of_such_a_device_says_the_same(there: Accelerator) -> None:
 def test_a_driver_that_cannot_be_opened_is_named(there: Accelerator) -> None:
     there.driver_library = "libno-such-driver.so.1"
     for say in (lambda: actckpt.offload("host"), lambda: stores.store_for(KIND)):
-        with pytest.raises((ValueError, _C.DeviceError), match=r"no driver libno-such-driver\.so\.1"):
+        with pytest.raises((ValueError, _C.OffloadError), match=r"no driver libno-such-driver\.so\.1"):
             say()
 
 

@@ -196,7 +196,7 @@ def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None
     rig.settle()
     rig.cuda.set_capturing(1, True)
     rig.engine.poll()  # queries run in RELAXED mode
-    with pytest.raises(_C.DeviceError, match="reload before capture"):
+    with pytest.raises(_C.OffloadError, match="reload before capture"):
         ticket.get(0, OTHER)
     assert rig.engine.stats().last_error == ""
 
@@ -207,11 +207,11 @@ def test_a_load_on_a_capturing_stream_or_of_a_dropped_ticket_raises(rig: Rig) ->
     buffer = Tensor()
     count = sys.getrefcount(buffer)
     rig.cuda.set_capturing(1, True)
-    with pytest.raises(_C.DeviceError, match="load: the stream is being captured: reload before capture"):
+    with pytest.raises(_C.OffloadError, match="load: the stream is being captured: reload before capture"):
         ticket.load(0, OTHER, buffer.ptr, buffer, urgent=True)
     rig.cuda.set_capturing(1, False)
     ticket.drop()
-    with pytest.raises(_C.ClosedError, match="load: this ticket was dropped"):
+    with pytest.raises(_C.OffloadError, match="load: this ticket was dropped"):
         ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
     assert sys.getrefcount(buffer) == count and rig.engine.stats().last_error == ""
 
@@ -223,9 +223,9 @@ def test_a_consumer_that_cannot_wait_for_its_reload_raises_and_nothing_is_recycl
     ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
     assert ticket.get(0, DEFAULT) == (buffer, False)
     rig.cuda.fail_at(6, 700)  # push, relaxed, a query, is capturing, record, and this: the other stream's wait
-    with pytest.raises(_C.DeviceError, match=r"cuStreamWaitEvent returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+    with pytest.raises(_C.OffloadError, match=r"cuStreamWaitEvent returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         ticket.get(0, OTHER)
-    with pytest.raises(_C.DeviceError, match="an earlier device call failed: get: "):
+    with pytest.raises(_C.OffloadError, match="an earlier device call failed: get: "):
         ticket.get(0, DEFAULT)
     assert rig.engine.put(1 << 60, PAGE, 0, DEFAULT, None) == _C.Kept.FAILED
 
@@ -284,7 +284,7 @@ def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:
     rig.cuda.fail_at(7, 700)  # in the middle of the load
     assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
     del buffer
-    with pytest.raises(_C.DeviceError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
+    with pytest.raises(_C.OffloadError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
         ticket.get(0, DEFAULT)
     ticket.drop()
     assert alive() is not None  # a copy into it may be running
@@ -311,7 +311,7 @@ def test_a_dropped_ticket_says_so(rig: Rig) -> None:
     ticket = rig.put(Tensor())
     ticket.drop()
     ticket.drop()
-    with pytest.raises(_C.ClosedError, match="dropped"):
+    with pytest.raises(_C.OffloadError, match="dropped"):
         ticket.get(0, DEFAULT)
 
 
@@ -341,7 +341,7 @@ def test_a_missing_driver_or_symbol_is_named() -> None:
     ]:
         assert re.match(why, sim.missing_in_driver(library))
         assert re.match(why, _C.why_no_driver(library))
-        with pytest.raises(_C.DeviceError, match=f"cannot be moved: {why}"):
+        with pytest.raises(_C.OffloadError, match=f"cannot be moved: {why}"):
             _C.DeviceEngine.cuda(limit_bytes=1, window_bytes=1, release=lambda keep, uses: None, library=library)
 
 

@@ -73,7 +73,7 @@ def test_freed_space_is_used_before_the_file_grows(folder: str, make_bytes: Make
 def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: Make) -> None:
     file = _C.SpillFile(folder, limit_bytes=2 * MIB)
     block = write(file, make_bytes(MIB + 1))
-    with pytest.raises(_C.SpillWriteError, match=r"1\.0 MiB.*limit 2\.0 MiB, in use 1\.0 MiB"):
+    with pytest.raises(_C.OffloadError, match=r"1\.0 MiB.*limit 2\.0 MiB, in use 1\.0 MiB"):
         write(file, make_bytes(MIB))
     block.free()
     write(file, make_bytes(2 * MIB))
@@ -90,7 +90,7 @@ def test_a_failing_write_reports_and_gives_its_space_back(
     faults.fail_write_at, faults.write_errno = position, code
     io.set(faults)
     data = make_bytes(5 * MIB)
-    with pytest.raises(_C.SpillWriteError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
+    with pytest.raises(_C.OffloadError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
         write(file, data)
     assert file.stats().disk_bytes == 0 and file.stats().num_failed_writes == 1
     io.set(sim.Faults())
@@ -114,7 +114,7 @@ def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_b
     faults = sim.Faults()
     faults.max_write_bytes = 100
     io.set(faults)
-    with pytest.raises(_C.SpillWriteError, match="no byte is accepted"):
+    with pytest.raises(_C.OffloadError, match="no byte is accepted"):
         write(file, make_bytes(MIB))
 
 
@@ -129,7 +129,7 @@ def test_one_altered_bit_raises_with_folder_offset_and_both_checksums(
     faults = sim.Faults()
     faults.alter_read_at = position
     io.set(faults)
-    with pytest.raises(_C.SpillReadError) as caught:
+    with pytest.raises(_C.OffloadReadError) as caught:
         read(file, block)
     assert folder in str(caught.value) and "offset 0" in str(caught.value)
     assert f"{block.checksum:#018x}" in str(caught.value)
@@ -144,7 +144,7 @@ def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: M
     faults = sim.Faults()
     faults.fail_read_at = 5 * MIB
     io.set(faults)
-    with pytest.raises(_C.SpillReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
+    with pytest.raises(_C.OffloadReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
         read(file, block)
     assert file.stats().num_failed_reads == 1
 
@@ -156,7 +156,7 @@ def test_a_file_that_ends_early_raises(folder: str, make_bytes: Make) -> None:
     faults = sim.Faults()
     faults.end_of_file_at = 10_000
     io.set(faults)
-    with pytest.raises(_C.SpillReadError, match="end of the file"):
+    with pytest.raises(_C.OffloadReadError, match="end of the file"):
         read(file, block)
 
 
@@ -171,7 +171,7 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
         "try:\n"
         "    file.write(data.ctypes.data, data.nbytes)\n"
-        "except _C.SpillWriteError as error:\n"
+        "except _C.OffloadError as error:\n"
         "    print(error)\n"
     )
     import subprocess
@@ -183,9 +183,9 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
 
 
 def test_a_missing_or_unwritable_folder_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(_C.SpillWriteError, match=r"'.*nowhere': No such file.*spill_dir"):
+    with pytest.raises(_C.OffloadError, match=r"'.*nowhere': No such file.*spill_dir"):
         _C.SpillFile(str(tmp_path / "nowhere"))
-    with pytest.raises(_C.SpillWriteError):
+    with pytest.raises(_C.OffloadError):
         _C.SpillFile("/proc")
 
 
@@ -206,7 +206,7 @@ def test_memory_file_systems_work_too(make_bytes: Make) -> None:
 
 def test_blocks_of_another_file_are_refused(folder: str, make_bytes: Make) -> None:
     one, other = _C.SpillFile(folder), _C.SpillFile(folder)
-    with pytest.raises(_C.EngineError, match="another spill file"):
+    with pytest.raises(_C.OffloadError, match="another spill file"):
         read(other, write(one, make_bytes(10)))
 
 

@@ -46,7 +46,7 @@ def test_memory_that_is_gone_is_an_error_and_gives_the_space_back(
 ) -> None:
     file = _C.SpillFile(folder)
     data = map_bytes(present, 8 * MIB)
-    with pytest.raises(_C.SourceGoneError, match=r"cannot read .* KiB of a tensor .*Bad address \(errno 14\)"):
+    with pytest.raises(_C.OffloadError, match=r"cannot read .* KiB of a tensor .*Bad address \(errno 14\)"):
         file.write(data.ctypes.data, data.nbytes)
     assert file.stats().disk_bytes == 0
     whole = file.write(data.ctypes.data, present)

@@ -50,7 +50,7 @@ def test_an_altered_byte_raises_in_get_and_never_returns(rig: Rig, make_bytes: M
     rig.faults(alter_read_at=777)
     out = np.zeros(MIB, np.uint8)
     alive = weakref.ref(out)
-    with pytest.raises(_C.SpillReadError, match="checksum"):
+    with pytest.raises(_C.OffloadReadError, match="checksum"):
         if ahead:
             ticket.prefetch(out.ctypes.data, out)
             ticket.get()
@@ -67,7 +67,7 @@ def test_references_come_back_when_put_fails(rig: Rig, make_bytes: Make) -> None
     rig.engine.shutdown()
     data = make_bytes(10)
     count = sys.getrefcount(data)
-    with pytest.raises(_C.ClosedError, match="shut down"):
+    with pytest.raises(_C.OffloadError, match="shut down"):
         rig.put(data)
     assert sys.getrefcount(data) == count
 
@@ -79,7 +79,7 @@ def test_shutdown_is_idempotent_and_drops_still_work(rig: Rig, make_bytes: Make)
     del data
     rig.engine.shutdown()
     rig.engine.shutdown()
-    with pytest.raises(_C.ClosedError):
+    with pytest.raises(_C.OffloadError):
         ticket.get()
     ticket.drop()
     assert alive() is None and rig.file.stats().disk_bytes == 0

@@ -125,7 +125,7 @@ def test_a_dropped_ticket_says_so(rig: Rig, make_bytes: Make) -> None:
     ticket = rig.put(make_bytes(10))
     ticket.drop()
     ticket.drop()
-    with pytest.raises(_C.ClosedError, match="dropped"):
+    with pytest.raises(_C.OffloadError, match="dropped"):
         ticket.get()
 
 

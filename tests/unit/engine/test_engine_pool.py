@@ -89,7 +89,7 @@ def test_limit_holds_and_the_error_names_both_numbers() -> None:
     pool = _C.Pool(limit_bytes=10 * MIB)
     block = pool.allocate(6 * MIB)
     assert pool.stats().pool_bytes == 10 * MIB
-    with pytest.raises(_C.HostPoolFullError, match=r"hold 5\.0 MiB.*\n.*limit 10\.0 MiB.*6\.0 MiB"):
+    with pytest.raises(_C.OffloadFullError, match=r"hold 5\.0 MiB.*\n.*limit 10\.0 MiB.*6\.0 MiB"):
         pool.allocate(5 * MIB)
     block.free()
     assert pool.allocate(10 * MIB).nbytes == 10 * MIB
@@ -98,13 +98,13 @@ def test_limit_holds_and_the_error_names_both_numbers() -> None:
 def test_a_limit_of_zero_refuses_everything_but_nothing() -> None:
     pool = _C.Pool(limit_bytes=0)
     assert pool.allocate(0).segments == []
-    with pytest.raises(_C.HostPoolFullError):
+    with pytest.raises(_C.OffloadFullError):
         pool.allocate(1)
 
 
 def test_a_refusal_by_the_system_leaves_the_pool_usable() -> None:
     pool = _C.Pool()
-    with pytest.raises(_C.HostPoolFullError, match="cannot"):
+    with pytest.raises(_C.OffloadFullError, match="cannot"):
         pool.allocate(1 << 60)
     assert pool.allocate(MIB).nbytes == MIB
 

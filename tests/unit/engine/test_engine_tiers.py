@@ -220,7 +220,7 @@ def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> 
     buffer = rig.load(ticket)
     alive = weakref.ref(buffer)
     del buffer
-    with pytest.raises(_C.SpillReadError, match="checksum"):
+    with pytest.raises(_C.OffloadReadError, match="checksum"):
         ticket.get(0, DEFAULT)
     rig.settle()
     assert alive() is None and rig.engine.stats().num_failed_reads == 1
@@ -264,7 +264,7 @@ def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> Non
     buffer = rig.load(ticket, urgent=False)
     rig.cuda.fail_at(1, 700)
     rig.engine._work()
-    with pytest.raises(_C.DeviceError, match=r"\(700\)"):
+    with pytest.raises(_C.OffloadError, match=r"\(700\)"):
         ticket.get(0, DEFAULT)
     alive = weakref.ref(buffer)
     del buffer
@@ -278,7 +278,7 @@ def test_a_capturing_stream_is_refused_before_anything_is_fetched() -> None:
     ticket = rig.put(Tensor())
     rig.settle()
     rig.cuda.set_capturing(1, True)
-    with pytest.raises(_C.DeviceError, match="reload before capture"):
+    with pytest.raises(_C.OffloadError, match="reload before capture"):
         ticket.get(0, OTHER)
 
 

@@ -159,7 +159,7 @@ def test_folders_that_exist_but_take_no_file_are_refused_also_as_root(folder: st
 def test_a_default_folder_that_takes_no_file_is_one_line_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/proc")
     monkeypatch.setattr(spill, "_files", {})  # an earlier test may have made one with these settings
-    with pytest.raises(_C.SpillWriteError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
+    with pytest.raises(_C.OffloadError, match=r"^cannot make a spill file in '/proc': .*Set spill_dir.*$"):
         CpuStore.from_settings(config.Settings())
 
 

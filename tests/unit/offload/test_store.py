@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from actckpt._C import Kept, SpillWriteError
+from actckpt._C import Kept, OffloadError
 from actckpt._offload.cpu import CpuStore
 
 
@@ -36,5 +36,5 @@ def test_a_tensor_makes_the_round_trip(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_unwritable_folder_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(SpillWriteError, match="spill_dir"):
+    with pytest.raises(OffloadError, match="spill_dir"):
         CpuStore.on_disk(str(tmp_path / "missing"))
