@@ -54,7 +54,7 @@ def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: st
     assert takes_time(plan, share != "100%")
 
 
-def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_runs_in_real_steps_and_its_winner_stays() -> None:
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -298,30 +298,9 @@ def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(bud
     training.step()
 
 
-def test_remove_gives_the_model_back_and_copies_train_on() -> None:
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
-    list(_steps(training, 3))
-    for copied in (copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))):
-        other = Training()
-        other.model = copied
-        for gradients, _ in _steps(other, 2):
-            assert_equal(gradients, expected)
-        assert actckpt.report(copied).plan is not None
-    actckpt.remove(training.model)
-    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
-    assert not any("forward" in vars(module) for module in training.model.modules())
-    for gradients, _ in _steps(training, 1):
-        assert_equal(gradients, expected)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
-    num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first step, in the one after it, and in a race."""
+def test_copies_have_steps_of_their_own_and_remove_gives_the_model_back(num_steps: int) -> None:
+    """Copies are made within a step: in the first one, in the one after it, and in a race."""
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -336,6 +315,11 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
         for gradients, _ in _steps(other, 3):
             assert_equal(gradients, expected)
         assert actckpt.report(copied).plan is not None
+    actckpt.remove(training.model)
+    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
+    assert not any("forward" in vars(module) for module in training.model.modules())
+    for gradients, _ in _steps(training, 1):
+        assert_equal(gradients, expected)
 
 
 def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
