@@ -17,7 +17,7 @@ WORKERS ?= 2
 # A file's tests run in one process, and the few long ones of test_benchmarks.py do not come last.
 XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CONTRACT_ON_DEVICE := offload rerun replay test_threads.py test_budgets.py test_budgets_of_repeated_blocks.py
-CONTRACT_ON_DEVICE += test_budgets_of_forwards_together.py test_budgets_of_losses.py
+CONTRACT_ON_DEVICE += test_budget_matrix.py
 CONTRACT_ON_DEVICE := $(addprefix tests/contract/,$(CONTRACT_ON_DEVICE))
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 
@@ -40,8 +40,9 @@ cpu: build
 	$(BIN)/python -m pytest $(XDIST) $(ARGS)
 
 # The tests of the simulated device, what only a capacity shows, and the contract tests with tensors of the device:
-# offloading, random state, and every fourth of the others. In processes of their own: once the device is imported, torch
-# has an accelerator, and what other tests leave on it counts toward budgets.
+# offloading, random state, and every fourth of the others (of the matrix of budgets: its losses, and every eighth). In
+# processes of their own: once the device is imported, torch has an accelerator, and what other tests leave on it counts
+# toward budgets.
 device: build
 	$(BIN)/python -m pytest --device sim tests/unit/sim_device $(ARGS)
 	$(BIN)/python -m pytest --device sim tests/device $(ARGS)

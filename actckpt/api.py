@@ -219,8 +219,8 @@ def offload(to: Destination = "auto", *, min_bytes: int | str = DEFAULT_MIN_BYTE
         A context manager. It can be reused, and entered by several threads.
     Raises:
         ValueError: an invalid argument, or `"host"` without an accelerator whose tensors can be offloaded.
-        OffloadError: at the first tensor, if the store is not available (an unwritable folder, no driver, an accelerator
-            that the engine has no backend for).
+        OffloadError: at the first tensor, if the store is not available (an unwritable folder, no driver, an
+            accelerator that the engine has no backend for).
         SavedTensorChangedError: in backward, if a tensor was changed in place after it was saved.
     Cost: copies overlap with compute where possible; see docs/offload.md.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def bounds() -> tuple[int, int]:
     return _bounds()
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.4, 0.6, 0.8, 0.99, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 0.99, 1.0])
 def test_the_measured_peak_fits_and_gradients_are_those_of_plain_training(
     share: float, bounds: tuple[int, int]
 ) -> None:
@@ -222,49 +223,14 @@ def test_a_plan_that_was_saved_is_loaded_and_applied(tmp_path: Path) -> None:
     assert_equal(training.gradients(), expected)
 
 
-def test_pins_decide() -> None:
+@pytest.mark.parametrize("race", [False, True])
+def test_pins_decide(race: bool) -> None:
     training = Training()
     pinned = "up::aten.addmm.default#0.0"
     pins = {pinned: "recompute"}
-    plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins=pins, race=False)
+    plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins=pins, race=race)
+    assert not plan.race  # simple choices do not hold pins
     assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
-
-
-def test_blocks_that_read_results_of_earlier_ones_and_blocks_with_data_dependent_sizes_fit_too() -> None:
-    class Skipping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(6)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            held = []
-            for number, block in enumerate(self.blocks):
-                x = block(x + held.pop()).tanh() if number >= 3 else block(x)
-                held += [x.sin()] if number < 3 else []
-            return x[x[:, 0] > 0]
-
-    torch.manual_seed(0)
-    model, x = Skipping(), torch.randn(64, 32)
-
-    def step() -> None:
-        model(x).square().sum().backward()
-
-    step()
-    expected = [p.grad.clone() for p in model.parameters()]
-    with pytest.raises(actckpt.errors.PlanInfeasibleError) as error:
-        actckpt.plan(step, model=model, activation_budget=1, race=False)
-    for share in (1.0, 1.1, 1.3, 1.6):
-        budget = int(share * error.value.smallest_bytes)
-        plan = actckpt.plan(step, model=model, activation_budget=budget, race=False)
-        actckpt.apply(model, policy=plan)
-        model.zero_grad()
-        with LiveStorages(parameters=model.parameters()) as live:
-            step()
-        assert live.peak_bytes <= budget
-        assert_equal([p.grad for p in model.parameters()], expected)
-        actckpt.remove(model)
 
 
 @pytest.mark.parametrize(
@@ -334,9 +300,36 @@ def test_a_plan_of_another_model_or_of_none_is_refused() -> None:
         actckpt.apply(training.model, policy=pure)
 
 
-def test_pins_hold_where_a_race_is_asked_for() -> None:
+@pytest.mark.parametrize("share", [50, 75, 100])
+def test_what_a_step_makes_before_the_forward_counts_in_its_plan(share: int) -> None:
+    """A batch that the step loads, four times as large as what a block makes of it."""
+    model = nn.Sequential(*(Block() for _ in range(6)))
+
+    def step() -> None:
+        batch = torch.randn(256, 16, 32)
+        model(batch[:, 0]).square().mean().backward()
+
+    def peak() -> int:
+        with LiveStorages(parameters=model.parameters()) as live:
+            step()
+        return live.peak_bytes
+
+    step()
+    plain = peak()
+    plan = actckpt.plan(step, model=model, blocks=Block, activation_budget=f"{share}%", race=False)
+    assert plan.budget_bytes == pytest.approx(share / 100 * plain, rel=0.03)
+    actckpt.apply(model, policy=plan)
+    assert peak() <= plan.budget_bytes
+
+
+def test_a_step_that_trains_in_a_thread_leaves_no_mode_behind() -> None:
     training = Training()
-    pinned = "up::aten.addmm.default#0.0"
-    plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins={pinned: "recompute"})
-    assert not plan.race  # simple choices do not hold pins
-    assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
+
+    def step() -> None:
+        thread = threading.Thread(target=training.step)
+        thread.start()
+        thread.join()
+
+    plan = actckpt.plan(step, model=training.model, activation_budget="60%", race=False)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert torch._C._len_torch_dispatch_stack() == 0

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import on_device
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import actckpt
-from actckpt._cycles import known_kinds
 from actckpt.memory import LiveStorages
 
 
@@ -32,7 +31,7 @@ def _steps(training: Training, num: int) -> Iterator[tuple[list[Tensor], int]]:
         yield [p.grad.clone() for p in training.model.parameters()], live.peak_bytes
 
 
-@pytest.mark.parametrize("share", ["45%", "60%", "80%", "100%"])
+@pytest.mark.parametrize("share", ["45%", "100%"])
 def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: str) -> None:
     training = Training()
     ((expected, plain),) = _steps(training, 1)
@@ -55,7 +54,7 @@ def test_every_step_gives_plain_gradients_and_those_under_the_plan_fit(share: st
     assert takes_time(plan, share != "100%")
 
 
-def test_the_race_runs_in_real_steps_and_its_winner_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_runs_in_real_steps_and_its_winner_stays() -> None:
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -266,70 +265,24 @@ def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
         assert_equal(gradients, expected)
 
 
-@pytest.mark.filterwarnings("ignore:apply. a Model with a budget was called with too many sizes:UserWarning")
-def test_each_size_has_a_plan_of_its_own_and_too_many_stay_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_kinds, "_MOST_PLANS", 2)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
-    all_tokens, budgets = training.tokens, {}
-    for length in (16, 8, 32, 16, 8, 32):
-        training.tokens = all_tokens[:, :length]
-        found = Training()
-        found.tokens = training.tokens
-        ((expected, _),) = _steps(found, 1)
-        ((gradients, _),) = _steps(training, 1)
-        assert_equal(gradients, expected)
-        budgets[length] = actckpt.report(training.model).plan
-    assert budgets[32] is None
-    assert budgets[16].budget_bytes > budgets[8].budget_bytes
-
-
-def test_several_forwards_that_are_alive_at_once_share_the_budget() -> None:
-    training = Training()
-    model, tokens = training.model, training.tokens
-    ((_, plain),) = _steps(training, 1)
-    actckpt.apply(model, activation_budget=int(1.4 * plain), on_infeasible="raise")
-    for number in range(4):
-        model.zero_grad()
-        with LiveStorages(parameters=model.parameters()) as live:
-            losses = [model(tokens).float().square().mean() for _ in range(2)]
-            for loss in losses:
-                loss.backward()
-        is_first = number <= 1  # of all, and of a plan: checksums are taken of what it computes again
-        assert is_first or live.peak_bytes <= 1.4 * plain
-    plan = actckpt.report(model).plan
-    share = 1.4 if on_device.device_type == "cpu" else 0.98 * 0.7  # a plan is one of all forwards, or of each
-    assert plan.budget_bytes == pytest.approx(share * plain, rel=0.01)
-
-
-@pytest.mark.parametrize("budget", ["70%", 1.4])
-def test_forwards_that_are_alive_together_only_later_share_it_from_then_on(budget: str | float) -> None:
+def test_forwards_that_are_alive_together_only_later_share_a_percentage_from_then_on() -> None:
     """Pipelines call a stage once to learn its shapes."""
     training = Training()
     model, tokens = training.model, training.tokens
     ((_, plain),) = _steps(training, 1)
-    actckpt.apply(
-        model,
-        activation_budget=budget if isinstance(budget, str) else int(budget * plain),
-        race=False,
-        on_infeasible="raise",
-    )
-    peaks = []
+    actckpt.apply(model, activation_budget="70%", race=False, on_infeasible="raise")
     for num_alive in (1, 1, 2, 2, 2, 2, 2):
         model.zero_grad()
         with LiveStorages(parameters=model.parameters()) as live:
             losses = [model(tokens).float().square().mean() for _ in range(num_alive)]
             for loss in losses:
                 loss.backward()
-        peaks.append(live.peak_bytes)
     plan = actckpt.report(model).plan
     assert plan is not None
     if on_device.device_type != "cpu":  # a plan is one of each forward
         assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.02)
         return
-    audit = 16 * 2**15  # of a plan that runs for the first time, corrected or not
-    assert max(peaks[-3:-1]) <= plan.budget_bytes + audit and peaks[-1] <= plan.budget_bytes
-    assert plan.budget_bytes <= 1.41 * plain
+    assert live.peak_bytes <= plan.budget_bytes <= 1.41 * plain
 
 
 @pytest.mark.parametrize("budget", [1, 1000, "0.001%"])
@@ -345,30 +298,9 @@ def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(bud
     training.step()
 
 
-def test_remove_gives_the_model_back_and_copies_train_on() -> None:
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
-    list(_steps(training, 3))
-    for copied in (copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))):
-        other = Training()
-        other.model = copied
-        for gradients, _ in _steps(other, 2):
-            assert_equal(gradients, expected)
-        assert actckpt.report(copied).plan is not None
-    actckpt.remove(training.model)
-    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
-    assert not any("forward" in vars(module) for module in training.model.modules())
-    for gradients, _ in _steps(training, 1):
-        assert_equal(gradients, expected)
-
-
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
-    num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the first step, in the one after it, and in a race."""
+def test_copies_have_steps_of_their_own_and_remove_gives_the_model_back(num_steps: int) -> None:
+    """Copies are made within a step: in the first one, in the one after it, and in a race."""
     training = Training()
     ((expected, _),) = _steps(training, 1)
     training = Training()
@@ -383,50 +315,11 @@ def test_copies_that_are_made_within_a_step_have_steps_of_their_own(
         for gradients, _ in _steps(other, 3):
             assert_equal(gradients, expected)
         assert actckpt.report(copied).plan is not None
-
-
-def test_accumulation_and_retain_graph_give_plain_gradients() -> None:
-    def train(model: Model, tokens: Tensor) -> list[Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        for part in tokens.chunk(2):
-            loss = functional.cross_entropy(model(part).flatten(0, 1), part.flatten())
-            loss.backward(retain_graph=True)
-            loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    plain, ours = Training(), Training()
-    actckpt.apply(ours.model, activation_budget="50%", on_infeasible="raise")
-    for _ in range(4):
-        assert_equal(train(ours.model, ours.tokens), train(plain.model, plain.tokens))
-
-
-def test_blocks_of_unlike_shapes_and_outputs_in_dicts_are_planned() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(32, 8 * n), nn.SiLU(), nn.Linear(8 * n, 32)) for n in (9, 8, 7)
-            )
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            for block in self.blocks:
-                x = block(x) + x
-            return {"loss": x.square().mean(), "last": x.detach()}
-
-    models: list[Odd] = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Odd())
-    x = torch.randn(64, 32)
-    actckpt.apply(models[1], blocks="blocks.*", activation_budget="70%", on_infeasible="raise")
-    for _ in range(3):
-        for model in models:
-            model.zero_grad()
-            model(x)["loss"].backward()
-        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-    plan = actckpt.report(models[1]).plan
-    assert plan is not None and len(plan.costs.classes) >= 3
+    actckpt.remove(training.model)
+    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
+    assert not any("forward" in vars(module) for module in training.model.modules())
+    for gradients, _ in _steps(training, 1):
+        assert_equal(gradients, expected)
 
 
 def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
@@ -450,57 +343,21 @@ def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
     assert inputs == [0] * len(inputs), "a block is planned to hold its input"
 
 
-def test_values_that_are_changed_in_place_with_what_came_after_them_are_planned() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.up(x).sigmoid() + 1
-            y /= y.sum(-1, keepdim=True)
-            z = self.up(x).mul(2)
-            z -= z.amin(-1, keepdim=True).detach()  # nothing saves it, and what comes from it is saved
-            return x + self.down(functional.gelu(y) + functional.gelu(z + 1))
-
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(*(Normed() for _ in range(4))))
-    actckpt.apply(models[1], blocks=Normed, activation_budget="80%", on_infeasible="raise")
-    x = torch.randn(64, 32)
-    for _ in range(4):
-        for model in models:
-            model.zero_grad()
-            model(x).square().mean().backward()
-        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-    assert actckpt.report(models[1]).plan is not None
-
-
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "message"),
     [
-        (
-            lambda model: actckpt.apply(model, "matmuls", budget="1GiB", on_infeasible="raise"),
-            "a budget beside policy='matmuls'",
-        ),
-        (
-            lambda model: actckpt.apply(model, budget="1GiB", activation_budget="40%", on_infeasible="raise"),
-            "both of budget and",
-        ),
-        (lambda model: actckpt.apply(model, budget=24, on_infeasible="raise"), "budget=24 is 24 bytes, less"),
-        (lambda model: actckpt.apply(model, budget=70.0, on_infeasible="raise"), r"budget=70.0 is 70 bytes, .*'70GiB'"),
-        (lambda model: actckpt.apply(model, activation_budget="0%", on_infeasible="raise"), "is no share"),
-        (
-            lambda model: actckpt.apply(model, budget="1GiB", early_stop=False, on_infeasible="raise"),
-            "unknown option early_stop beside a budget",
-        ),
+        ({"policy": "matmuls", "budget": "1GiB"}, "a budget beside policy='matmuls'"),
+        ({"budget": "1GiB", "activation_budget": "40%"}, "both of budget and"),
+        ({"budget": 24}, "budget=24 is 24 bytes, less"),
+        ({"budget": 70.0}, r"budget=70.0 is 70 bytes, .*'70GiB'"),
+        ({"activation_budget": "0%"}, "is no share"),
+        ({"budget": "1GiB", "early_stop": False}, "unknown option early_stop beside a budget"),
     ],
 )
-def test_what_is_no_budget_is_one_clear_error_at_apply(call: Callable[[Any], object], message: str) -> None:
+def test_what_is_no_budget_is_one_clear_error_at_apply(options: dict[str, Any], message: str) -> None:
     model = Model()
     with pytest.raises(ValueError, match=message):
-        call(model)
+        actckpt.apply(model, on_infeasible="raise", **options)
     assert not model._forward_pre_hooks
 
 
@@ -572,87 +429,17 @@ def test_a_block_that_cannot_run_again_is_one_clear_error() -> None:
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_a_block_that_reads_a_graph_from_elsewhere_trains_that_graph_once() -> None:
-    class Shared:
-        """What blocks read from, which no argument shows as a tensor."""
-
-        value: Tensor
-
-    class Reading(nn.Module):
-        def __init__(self, shared: Shared) -> None:
-            super().__init__()
-            self.layer, self.shared = nn.Linear(16, 16), shared
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).tanh() * self.shared.value
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shared = Shared()
-            self.scale = nn.Linear(16, 16)
-            self.blocks = nn.ModuleList(Reading(self.shared) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.shared.value = self.scale(x).exp()
-            for block in self.blocks:
-                x = block(x)
-            return x.sum()
-
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Model())
-    actckpt.apply(models[1], blocks=Reading, activation_budget="90%", on_infeasible="raise")
-    x = torch.randn(8, 16)
-    for _ in range(3):
-        for model in models:
-            model.zero_grad()
-            model(x).backward()
-        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-
-
-@pytest.mark.parametrize("is_held", [False, True])
-def test_outputs_that_the_program_holds_in_backward_count(is_held: bool) -> None:
+def test_nothing_that_was_saved_is_unpacked_to_see_what_backward_needs() -> None:
     training = Training()
-    held = []
+    actckpt.apply(training.model, activation_budget="90%", on_infeasible="raise")
+    unpacked: list[Tensor] = []
 
-    def step() -> None:
-        found = training.model(training.tokens)
-        held[:] = [found] if is_held else []
-        loss = found.flatten(0, 1).square().mean()
-        del found
-        loss.backward()
+    def unpack(tensor: Tensor) -> Tensor:
+        unpacked.append(tensor)
+        return tensor
 
-    actckpt.apply(training.model, activation_budget="60%", race=False, on_infeasible="raise")
-    for _ in range(6):
-        training.model.zero_grad()
-        with LiveStorages(parameters=training.model.parameters()) as live:
-            step()
-    plan = actckpt.report(training.model).plan
-    assert live.peak_bytes <= plan.budget_bytes
-    if on_device.device_type != "cpu":
-        outputs = {value.name: value.nbytes for value in plan.costs.blocks[0].values}
-        assert outputs.get("(outputs)", 0.0) == (8 * 32 * 16 * 4 if is_held else 0.0)
-
-
-def test_a_block_may_be_given_a_view_that_was_written_to() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.first(x)[:32]
-            h[0] = 0
-            result: torch.Tensor = self.blocks(h)
-            return result
-
-    torch.manual_seed(0)
-    model, x = Masked(), torch.randn(64, 8)
-    expected = torch.autograd.grad(model(x).square().sum(), [*model.parameters()])
-    actckpt.apply(model, blocks="blocks.*", activation_budget="1MiB")
-    for _ in range(4):
-        assert_equal(torch.autograd.grad(model(x).square().sum(), [*model.parameters()]), expected)
-    assert actckpt.report(model).plan is not None
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        loss = training.model(training.tokens).square().mean()
+        assert not unpacked
+    loss.backward()
+    assert unpacked

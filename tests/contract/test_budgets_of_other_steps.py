@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 from typing import Any
@@ -14,7 +13,6 @@ from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._cycles import kinds, loop
 from actckpt.errors import BlocksError
 
 
@@ -144,48 +142,6 @@ def test_a_forward_that_is_interrupted_is_alive_no_more(num_steps: int) -> None:
     model.step()
     plan = actckpt.report(model).plan
     assert plan is not None and plan.budget_bytes == _budget_without_interrupts()
-
-
-class _Interrupt:
-    """Interrupts what `apply` does where a forward of a model begins, before so many lines of it ran."""
-
-    def __init__(self, num_lines: int) -> None:
-        self._left = num_lines
-
-    def __enter__(self) -> None:
-        self._before = sys.gettrace()
-        sys.settrace(self._called)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _called(self, frame: types.FrameType, *_: object) -> Any:
-        return self._traced if frame.f_code.co_filename in _FILES else None
-
-    def _traced(self, _: types.FrameType, event: str, __: object) -> Any:
-        self._left -= event == "line"
-        if not self._left:
-            raise KeyboardInterrupt
-        return self._traced
-
-
-_FILES = {module.__file__ for module in (loop, kinds)}
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_a_forward_that_is_interrupted_where_it_begins_is_alive_no_more(num_steps: int) -> None:
-    plain, expected = Model("loss").step(), _budget_without_interrupts()
-    for num_lines in range(1, 130, 5):
-        model = Model("loss")
-        actckpt.apply(model, blocks="blocks.*", activation_budget="90%", race=False)
-        for _ in range(num_steps):
-            model.step()
-        with _Interrupt(num_lines), pytest.raises(KeyboardInterrupt):
-            model.step()
-        for _ in range(3):
-            assert_equal(model.step(), plain)
-        plan = actckpt.report(model).plan
-        assert plan is not None and plan.budget_bytes == expected
 
 
 def _budget_without_interrupts() -> float:

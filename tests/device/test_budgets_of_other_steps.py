@@ -9,8 +9,8 @@ import pytest
 import torch
 from demo_training import Training, start_peak
 from oracle import assert_equal
+from test_smallest_budgets import ConvBlock, UNet
 from torch import Tensor, nn
-from torch.nn import functional
 
 import actckpt
 from actckpt._budget.workspaces import WorkingStorages
@@ -60,44 +60,12 @@ def test_gradients_that_stay_between_forwards(micro_steps: int, share: float, wi
     assert max(peaks[_SETTLING:]) >= 0.9 * budget, f"budget {budget}, peaks {peaks}"
 
 
-class _ConvBlock(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(functional.silu(self.conv1(functional.silu(x))))
-
-
-class _UNet(nn.Module):
-    """Two scales: the result of the upper one is read again on the way up, past the blocks of the lower one."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
-        self.down, self.up = (nn.ModuleList(_ConvBlock(width) for _ in range(2)) for _ in range(2))
-        self.low = nn.ModuleList(_ConvBlock(2 * width) for _ in range(2))
-        self.narrow, self.widen = nn.Conv2d(width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.down:
-            x = block(x)
-        skip, x = x, self.narrow(x)
-        for block in self.low:
-            x = block(x)
-        x = self.widen(x) + skip
-        for block in self.up:
-            x = block(x)
-        return self.head(x)
-
-
 def _unet_peaks(budget: int | None, num_steps: int, dtype: torch.dtype) -> tuple[list[int], nn.Module, list[Tensor]]:
     torch.manual_seed(0)
-    model = _UNet().to("sim", dtype)
+    model = UNet().to("sim", dtype)
     x = torch.randn(2, 3, 48, 48).to("sim", dtype)
     if budget is not None:
-        actckpt.apply(model, budget=budget, blocks=_ConvBlock, on_infeasible="raise")
+        actckpt.apply(model, budget=budget, blocks=ConvBlock, on_infeasible="raise")
     peaks = []
     for _ in range(num_steps):
         model.zero_grad()
@@ -132,7 +100,7 @@ def test_workspaces_of_kernels_and_skips_are_planned_for(dtype: torch.dtype, mor
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_a_block_needs_is_what_the_allocator_gives_it(dtype: torch.dtype) -> None:
-    block = _ConvBlock(16).to("sim", dtype)
+    block = ConvBlock(16).to("sim", dtype)
     x = torch.randn(2, 16, 48, 48).to("sim", dtype).requires_grad_()
     gradient = torch.ones_like(x)
 

@@ -64,7 +64,7 @@ class _Narrowing(nn.Module):
         return self.blocks[1](self.narrow(x).permute(0, 2, 3, 1))
 
 
-class _ConvBlock(nn.Module):
+class ConvBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norms = nn.ModuleList(nn.GroupNorm(4, width) for _ in range(2))
@@ -77,14 +77,14 @@ class _ConvBlock(nn.Module):
         return x + h
 
 
-class _UNet(nn.Module):
+class UNet(nn.Module):
     """Two scales; what the first one makes is read past the second."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 3, padding=1)
         self.down, self.middle, self.up = (
-            nn.Sequential(*(_ConvBlock(width) for _ in range(2))) for width in (16, 32, 16)
+            nn.Sequential(*(ConvBlock(width) for _ in range(2))) for width in (16, 32, 16)
         )
         self.narrow, self.widen = nn.Conv2d(16, 32, 2, 2), nn.ConvTranspose2d(32, 16, 2, 2)
 
@@ -97,7 +97,7 @@ class _Training:
     def __init__(self, model: nn.Module, *shape: int) -> None:
         torch.manual_seed(0)
         self.model, self.images = model.to("sim"), torch.randn(shape).to("sim")
-        self.blocks = [name for name, each in model.named_modules() if isinstance(each, (_Block, _ConvBlock))]
+        self.blocks = [name for name, each in model.named_modules() if isinstance(each, (_Block, ConvBlock))]
 
     def peak(self) -> int:
         self.model.zero_grad()
@@ -123,7 +123,7 @@ class _Training:
 _MODELS: dict[str, Callable[[], _Training]] = {
     "before the blocks": lambda: _Training(_Patches(), 32, 3, 128, 128),
     "between blocks": lambda: _Training(_Narrowing(), 32, 3, 12, 12),
-    "in blocks": lambda: _Training(_UNet(), 2, 3, 48, 48),
+    "in blocks": lambda: _Training(UNet(), 2, 3, 48, 48),
 }
 
 

@@ -74,7 +74,7 @@ def test_the_drawn_tree_is_the_tree() -> None:
 
 def test_errors_of_the_engine_are_runtime_errors_and_can_be_pickled() -> None:
     assert issubclass(actckpt.errors.OffloadError, RuntimeError)
-    for name in ("OffloadError", "OffloadReadError", "OffloadFullError", "OffloadFullError"):
+    for name in ("OffloadError", "OffloadReadError", "OffloadFullError", "ForkedError"):
         kind = getattr(actckpt.errors, name)
         error = pickle.loads(pickle.dumps(kind("no room")))
         assert type(error) is kind and str(error) == "no room" and kind.__module__ == "actckpt.errors"

@@ -1,0 +1,50 @@
+"""Which blocks of a model are profiled apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actckpt
+from actckpt._budget import profiling
+from actckpt._budget.timing import Times
+
+
+@pytest.mark.parametrize(
+    ("is_frozen", "num_profiled"), [(lambda _: False, 2), (lambda number: number < 2, 3)], ids=["none", "two"]
+)
+def test_blocks_of_which_other_gradients_are_computed_are_profiled_apart(
+    is_frozen: Callable[[int], bool], num_profiled: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing that backward needs tells them apart: no gradient flows to the input of the first block, and both weights
+    # need the input of their layer for the other one's.
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.weight = nn.Parameter(torch.ones(32)), nn.Parameter(torch.randn(32, 32))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.sin() * self.scale) @ self.weight
+
+    num_calls = itertools.count(1)
+
+    def times(*_: Any, **__: Any) -> Times:
+        return Times(next(num_calls), 2.0, 1.0, 2.0, None)
+
+    monkeypatch.setattr(profiling, "fastest", times)
+    model = nn.Sequential(nn.Identity(), *(Product() for _ in range(5)))
+    for number, block in enumerate(model[1:]):
+        block.scale.requires_grad_(not is_frozen(number))
+    actckpt.apply(model, blocks=["1", "2", "3", "4", "5"], activation_budget="90%", race=False)
+    for _ in range(3):
+        model(torch.randn(8, 32)).sum().backward()
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    named = zip(plan.costs.blocks, plan.blocks or (), strict=True)
+    assert len({block.forward_s for block, name in named if name is not None}) == num_profiled
+    assert next(num_calls) == 1 + num_profiled
