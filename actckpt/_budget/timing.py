@@ -57,9 +57,13 @@ class Run(NamedTuple):
         return [tensor for tensor in tensors_in(self.call()) if tensor.requires_grad]
 
     def backward(self, roots: list[Tensor], gradients: list[Tensor]) -> None:
-        """Run backward to the leaves."""
+        """Run backward to the leaves, in this thread.
+
+        A rerun in a thread of autograd leaves autocast there, which clears the casts that this forward still reads.
+        """
         if roots and self.leaves:
-            torch.autograd.backward(roots, gradients, inputs=self.leaves)
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(roots, gradients, inputs=self.leaves)
 
 
 #: Isolates a block for one run.

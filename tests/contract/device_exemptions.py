@@ -39,7 +39,6 @@ _BY_HAND = "counts by hand what a process has in the memory of a device, where l
 _MESH_OF_CPU = "DTensor moves what it is given to the devices of its mesh, here the CPU"
 _FRESH = "the process that loads the model has no simulated device"
 _RACES = "moves noise before its kernel writes it, which the simulated device takes for the fault that it is"
-_CLEARED = "torch forgets what autocast cached where a device's thread ends a rerun, which profiles of blocks have"
 _CASTS = "peaks are predicted on a device, without all casts that autocast holds"
 _OF_SIMULATED = (_RACES, _NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE, _FRESH)
 
@@ -72,18 +71,8 @@ EXEMPT: dict[str, str] = {
         ),
         _NO_STORE,
     ),
-    **dict.fromkeys(
-        (
-            f"{_MATRIX}{test}[casts, {program}]"
-            for test in (
-                "the_smallest_budget_of_activations_is_met",
-                "a_percentage_is_one_of_what_plain_training_needs",
-            )
-            for program in ("weights read again", "all blocks read a weight")
-        ),
-        _CLEARED,
-    ),
     f"{_MATRIX}a_percentage_is_one_of_what_plain_training_needs[casts, tied head]": _CASTS,
+    f"{_MATRIX}a_percentage_is_one_of_what_plain_training_needs[casts, all blocks read a weight]": _CASTS,
     f"{_MATRIX}a_percentage_is_one_of_what_plain_training_needs[casts until the backward ends,]": _CASTS,
     f"{_MATRIX}the_smallest_budget_of_activations_is_met[casts]": _CASTS,
     f"{_MATRIX}the_smallest_budget_of_activations_is_met[casts,]": _CASTS,
