@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
+from random_programs import many_draws
 from replay_operators import OPERATORS, Pool, at, fit, real
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -274,3 +275,15 @@ bodies = st.recursive(st.lists(operators | extras, min_size=1, max_size=8), _aro
 programs = st.lists(operators | st.tuples(st.just("region"), policies, bodies), min_size=1, max_size=6).filter(
     lambda program: any(kind == "region" for kind, *_ in program)
 )
+
+
+def drawn_programs(test: Any) -> Any:
+    """Let a test draw programs, and how they run: which tensors require grad, how backward runs, and a seed."""
+    return many_draws(
+        given(
+            program=programs,
+            flags=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
+            mode=st.integers(0, 4),
+            seed=st.integers(0, 3),
+        )(test)
+    )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
-from random_programs import many_draws
-from replay_programs import difference, programs
+from replay_programs import difference, drawn_programs
 
 import actckpt
 
@@ -22,13 +20,7 @@ def _audited(request: Any) -> None:
 @pytest.mark.filterwarnings("ignore:.*backwards ran inside of one region:UserWarning")
 @pytest.mark.filterwarnings("ignore:A region ran none of the places:UserWarning")
 @pytest.mark.usefixtures("_audited")
-@many_draws
-@given(
-    program=programs,
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
-    mode=st.integers(0, 4),
-    seed=st.integers(0, 3),
-)
+@drawn_programs
 def test_random_programs_are_bit_equal_to_plain_autograd(
     program: list[Any], flags: tuple[bool, ...], mode: int, seed: int
 ) -> None:

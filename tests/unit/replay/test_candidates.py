@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
-from random_programs import many_draws
-from replay_programs import difference, programs
+from replay_programs import difference, drawn_programs
 
 import actckpt
 from actckpt import _C, _bind
@@ -25,13 +23,7 @@ def _decided_at_once(request: Any) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("_decided_at_once")
-@many_draws
-@given(
-    program=programs,
-    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()).filter(any),
-    mode=st.integers(0, 4),
-    seed=st.integers(0, 3),
-)
+@drawn_programs
 def test_random_programs_are_bit_equal_to_plain_autograd(
     program: list[Any], flags: tuple[bool, ...], mode: int, seed: int
 ) -> None:
