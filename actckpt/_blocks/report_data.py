@@ -17,7 +17,7 @@ __all__ = ["ReportData", "keep_report", "kept_report", "report_data"]
 
 _NO_PLAN = (
     "No plan for the budget is made yet, and all blocks are checkpointed: it is made at the second forward with "
-    "gradients of the model that was given to apply, for the first 16 kinds of steps, and not under torch.compile."
+    "gradients of the model that was given to apply, and not under torch.compile."
 )
 _STEP_OF_PLAN = "a step of the plan. Of blocks that run as they are, it has what the plan says."
 _NO_STEP_OF_PLAN = "No step of this plan was recorded yet: its next step is."

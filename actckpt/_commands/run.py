@@ -131,21 +131,52 @@ class _Applying:
         self._num_parameters = 0
         self._refused: weakref.WeakSet[Any] = weakref.WeakSet()
         self._why_refused = ""
+        self._has_said_why = False
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __enter__(self) -> None:
         import torch
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._module_type, self._call = torch.nn.Module, torch.nn.Module.__call__
-        self._hook = register_optimizer_step_post_hook(lambda *_: self._end_if_applied())
+        self._optimizer_type, self._make = torch.optim.Optimizer, torch.optim.Optimizer.__init__
+        self._collect_optimizers()
+        self._hook = register_optimizer_step_post_hook(lambda *_: self._after_step())
         self._watch()
 
     def __exit__(self, *_: object) -> None:
         self._end()
+        if self._optimizer_type.__init__ is self._make_and_collect:
+            self._optimizer_type.__init__ = self._make  # type: ignore[method-assign]
 
-    def _end_if_applied(self) -> None:
+    def _collect_optimizers(self) -> None:
+        """Keep the optimizers that the program makes: their state counts toward a budget."""
+
+        def make_and_collect(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            self._make(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+
+        self._make_and_collect = make_and_collect
+        self._optimizer_type.__init__ = make_and_collect  # type: ignore[method-assign,assignment]
+
+    def _options_for(self, model: Any) -> dict[str, Any]:
+        """Return the keywords of `apply`, with the optimizers of the model where there is a budget."""
+        if self._options.keys().isdisjoint({"budget", "activation_budget"}):
+            return self._options
+        trained = {id(parameter) for parameter in model.parameters()}
+        optimizers = [
+            optimizer
+            for optimizer in self._optimizers
+            if any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        return {**self._options, "optimizer": optimizers} if optimizers else self._options
+
+    def _after_step(self) -> None:
         if self._model is not None:
             self._end()
+        elif not self._has_said_why:
+            self._has_said_why = True
+            _say(f"{self.report()} An optimizer made its first step.")
 
     def _end(self) -> None:
         self._hook.remove()
@@ -196,15 +227,20 @@ class _Applying:
         if self._model is not None:
             actckpt.remove(self._model)
         try:
-            names = actckpt.apply(module, **self._options)
+            names = actckpt.apply(module, **self._options_for(module))
         except actckpt.errors.BlocksError as error:
             self._refused.add(module)
             self._why_refused = str(error)
             if self._model is not None:
-                actckpt.apply(self._model, **self._options)
+                actckpt.apply(self._model, **self._options_for(self._model))
             return
+        before = (
+            ""
+            if self._model is None
+            else f", in place of those of a {type(self._model).__name__} with fewer parameters"
+        )
         self._model, self._num_parameters = module, num_parameters
-        _say(f"{len(names)} blocks of {type(module).__name__} are checkpointed")
+        _say(f"{len(names)} blocks of {type(module).__name__} are checkpointed{before}")
 
     def _named_model(self) -> Any:
         """Return the model with the given name; None where the program has not defined it yet."""

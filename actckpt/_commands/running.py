@@ -14,7 +14,7 @@ __all__ = ["FORM_HERE", "Training", "add_device", "add_running", "budget_of"]
 
 #: For the help of a command.
 FORM_HERE = """\
-The step runs on this machine, many times; each time begins without gradients. Make its inputs on the device of the
+The step runs on this machine, each time without gradients at its begin. Make its inputs on the device of the
 model's parameters. An optimizer that the script defines has its state, as after a first step, which counts toward
 --budget."""
 

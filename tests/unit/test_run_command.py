@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,20 @@ def test_a_program_prints_what_it_prints_alone(
     assert f"actckpt run: {num_blocks} blocks of {model} are checkpointed" in printed.err
     report = printed.err.partition(f"actckpt run: report of {model}\n")[2]
     assert report.startswith(f"{num_blocks} of {num_blocks} blocks ran")
+
+
+def test_optimizers_of_the_model_count_toward_a_budget(tmp_path: Path) -> None:
+    path = _written(
+        tmp_path, _PROGRAMS["function"][2].replace("block(16)", "block(1024)").replace("32, 16", "32, 1024")
+    )
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert cli.main(["run", "--budget", "2MiB", str(path), "0.01"]) == 0
+    texts = [str(each.message) for each in told if "No plan fits" in str(each.message)]
+    parameter_bytes = (
+        4 * 4 * (2 * 1024 * 64 + 64 + 1024)
+    )  # of four blocks in float32; gradients and two states are as large
+    assert max(float(size) for size in re.findall(r"\((\d+) bytes\)", " ".join(texts))) > 4 * parameter_bytes
 
 
 def test_the_named_model_is_checkpointed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
