@@ -424,10 +424,12 @@ def test_an_argument_that_is_none_is_refused_in_one_line(
     assert "\n" not in str(raised.value) and config.settings() == before
 
 
-@pytest.mark.parametrize("options", [{"policy": "offload", "min_bytes": "x"}, {"determinism_check": "no"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"policy": "offload", "min_bytes": "x"}, {"determinism_check": "no"}, {"policy": "sometimes"}], ids=str
+)
 def test_apply_checks_options_before_it_patches(options: dict[str, Any]) -> None:
     model = _model()
-    with pytest.raises(ValueError, match=r"min_bytes|determinism"):
+    with pytest.raises(ValueError, match=r"min_bytes|determinism|recompute"):
         actckpt.apply(model, **options)
     assert actckpt.apply(model) == ("0", "1")
 

@@ -177,8 +177,16 @@ def test_each_kind_of_cycle_is_within_the_budget_from_its_second_one_on(name: st
     for number, peak in enumerate(peaks):
         if number % num:
             assert peak <= (budget if number % num > 2 else 1.02 * budget + _AUDIT_BYTES)
+    assert max(peaks[num - 1 :: num]) >= 0.8 * budget or on_device.device_type != "cpu"
     plan = actckpt.report(model).plan
     assert plan is not None and plan.peak_bytes <= budget
+
+
+@pytest.mark.filterwarnings("ignore:apply. No plan fits")
+def test_a_plan_for_a_further_size_needs_no_more_than_one_for_it_alone() -> None:
+    make, (small, large) = _CHANGES["sizes of convolutions"]
+    alone, later = (_compare(make, steps, "40%")[0] for steps in ([large] * 4, [small] * 4 + [large] * 4))
+    assert later[-1] <= 1.02 * alone[-1] < alone[0]
 
 
 def test_a_further_length_runs_no_block_more_than_training_does_and_a_much_longer_one_is_profiled() -> None:

@@ -131,6 +131,12 @@ def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int
     return raised.value.smallest_bytes
 
 
+def _recomputed_bytes(kind: type[Model], size: int, block: type[Mlp]) -> int:
+    model = _made(kind, block)
+    actckpt.apply(model)
+    return [_step(model, size)[1] for _ in range(2)][-1]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("kind", "block", "sizes"),
@@ -149,7 +155,8 @@ def _smallest_bytes(kind: type[Model], size: int, block: type[Mlp] = Mlp) -> int
     ],
 )
 def test_steps_that_grow_stay_in_the_budget(kind: type[Model], block: type[Mlp], sizes: list[int]) -> None:
-    budget = _smallest_bytes(kind, 1024, block) + 200_000
+    # Cycles that are measured recompute everything, which may need more than the smallest plan.
+    budget = max(_smallest_bytes(kind, 1024, block), _recomputed_bytes(kind, 1024, block)) + 200_000
     plain, model = _made(kind, block), _made(kind, block)
     actckpt.apply(model, activation_budget=budget, race=False, on_infeasible="raise")
     peaks = []
