@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
-from settings_seen import settings_as_before as settings_as_before
 from torch import Tensor
 from torch.nn import functional
 
@@ -68,12 +68,18 @@ def test_operations_of_products_attention_and_their_backward_are_counted() -> No
     assert _clock(lambda: linear(x).sum().backward()).flops == 3 * 2 * 8 * 16 * 4
 
 
-@pytest.mark.usefixtures("settings_as_before")
 def test_products_of_32_bit_numbers_are_faster_where_tf32_is_allowed() -> None:
     reached = roofline._REACHED
     before = _clock(lambda: WIDER @ WIDER, _GPU).busy_seconds
-    torch.set_float32_matmul_precision("high")
-    after = _clock(lambda: WIDER @ WIDER, _GPU).busy_seconds
+    names = [("generic", "all"), *itertools.product(("mkldnn", "cuda"), ("all", "matmul", "conv", "rnn"))]
+    settings = [(*name, torch._C._get_fp32_precision_getter(*name)) for name in names]
+    try:
+        torch.set_float32_matmul_precision("high")
+        after = _clock(lambda: WIDER @ WIDER, _GPU).busy_seconds
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for setting in settings:  # which is not what was there before: "none"
+            torch._C._set_fp32_precision_setter(*setting)
     assert before == pytest.approx(2 * 128**3 / (100 * reached.products))
     # No longer the operations, but the bytes.
     assert after == pytest.approx(3 * 4 * 128 * 128 / (10 * reached.bytes))
