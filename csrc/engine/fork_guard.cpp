@@ -20,7 +20,7 @@ ForkGuard::ForkGuard() {
   static const int registered = pthread_atfork(nullptr, nullptr, &count_fork);
   if (registered != 0) {
     throw OffloadError("cannot register the fork handler: " + format_errno(registered) +
-                      ". Free some memory and try again.");
+                       ". Free some memory and try again.");
   }
   generation_ = generation.load(std::memory_order_relaxed);
 }

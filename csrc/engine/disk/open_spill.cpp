@@ -59,7 +59,7 @@ OpenedSpill open_spill(const std::string& folder, bool want_direct) {
   }
   if (fd < 0) {
     throw OffloadError("cannot make a spill file in '" + folder + "': " + format_errno(errno) +
-                          ". Set spill_dir to a writable folder.");
+                       ". Set spill_dir to a writable folder.");
   }
   OpenedSpill opened{fd, false, false};
   const int flags = fcntl(fd, F_GETFL);

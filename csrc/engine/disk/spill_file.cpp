@@ -133,8 +133,8 @@ SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++stats_.num_failed_writes;
     throw OffloadFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder + "': limit " +
-                         format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
-                         ". Raise disk_limit, or offload less.");
+                           format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
+                           ". Raise disk_limit, or offload less.");
   }
   write_with(copy_foreign, &*block, src);
   return std::move(*block);
@@ -248,8 +248,8 @@ void SpillFile::fail_read(std::uint64_t offset, std::size_t bytes, const std::st
     ++stats_.num_failed_reads;
   }
   throw OffloadReadError("read of " + std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
-                       " of the spill file in '" + config_.folder + "' " + why +
-                       ". The offloaded bytes are lost; check that disk, or set spill_dir.");
+                         " of the spill file in '" + config_.folder + "' " + why +
+                         ". The offloaded bytes are lost; check that disk, or set spill_dir.");
 }
 
 SpillStats SpillFile::stats() const {

@@ -73,9 +73,9 @@ Block Pool::allocate(std::size_t bytes) {
   if (!obtain(bytes, &block, &why)) {
     const PoolStats now = stats();
     throw OffloadFullError("cannot hold " + format_bytes(bytes) + " in host memory.\nPool limit " +
-                            format_bytes(now.limit_bytes) + ", mapped " + format_bytes(now.pool_bytes) + ", in use " +
-                            format_bytes(now.stored_bytes) + ", free " + format_bytes(now.free_bytes) +
-                            (why.empty() ? "" : "; " + why) + ".\nRaise host_limit, or offload less.");
+                           format_bytes(now.limit_bytes) + ", mapped " + format_bytes(now.pool_bytes) + ", in use " +
+                           format_bytes(now.stored_bytes) + ", free " + format_bytes(now.free_bytes) +
+                           (why.empty() ? "" : "; " + why) + ".\nRaise host_limit, or offload less.");
   }
   return block;
 }

@@ -37,7 +37,7 @@ Slab::Slab(std::size_t bytes, SlabRegistrar* registrar)
     : data_(map_aligned(bytes, bytes >= kHugePage ? kHugePage : kGranule)), bytes_(bytes), registrar_(registrar) {
   if (data_ == nullptr) {
     throw OffloadFullError("cannot map " + format_bytes(bytes) + " of host memory: " + format_errno(errno) +
-                            ". Lower host_limit or free memory.");
+                           ". Lower host_limit or free memory.");
   }
   // Advice only: a kernel without one of these is still correct.
   madvise(data_, bytes_, MADV_HUGEPAGE);

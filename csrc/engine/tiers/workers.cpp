@@ -36,9 +36,9 @@ void Workers::start(const Lock&) {
   } catch (const std::system_error& error) {
     if (threads_.empty()) {
       throw OffloadError("No thread can be made to copy between host memory and disk, of " +
-                        std::to_string(num_threads_) +
-                        " that configure(num_workers=...) asks for: " + format_errno(error.code().value()) +
-                        ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
+                         std::to_string(num_threads_) +
+                         " that configure(num_workers=...) asks for: " + format_errno(error.code().value()) +
+                         ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
     }
     is_refused_ = true;  // the existing ones do all of it
   }
