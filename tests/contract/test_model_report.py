@@ -409,11 +409,11 @@ def test_a_report_while_plans_are_tried_shows_the_plan_that_was_made(num_steps: 
 
 def test_a_report_after_the_last_trial_shows_the_plan_that_goes_on_to_run() -> None:
     model, x = _tried()
-    for _ in range(2):
+    for _ in range(200):  # a plan that is corrected is tried again
         model(x).square().mean().backward()
-    for _ in range(actckpt.report(model).race_steps_left):
-        model(x).square().mean().backward()
-    found = actckpt.report(model)
+        found = actckpt.report(model)
+        if found.plan and found.plan.race and not found.race_steps_left and not found.note.startswith("No step"):
+            break
     assert found.race_steps_left == 0 and found.plan.race and "a step of the plan" in found.note and found.rows
     model(x).square().mean().backward()
     assert actckpt.report(model).plan is found.plan
