@@ -218,7 +218,7 @@ class Value:
     stored: Callable[[], Tensor] | None
     @property
     def cached(self) -> Tensor | None: ...
-    spare: Tensor | None
+    candidate_tensor: Tensor | None
     why_opaque: str
     entry: Entry | None
     #: With the next three its place, see `Calls`; None: places are unused, or no recorded operator made it.

@@ -56,7 +56,7 @@ def begin_audit(tape: Tape, handle: Handle, place: int, tensor: Tensor) -> None:
     if num_compared is not None and value.index >= num_compared:
         tape.site.audited.add(place)
         return
-    if value.spare is None:
+    if value.candidate_tensor is None:
         _leave_checksum(tape, weakref.ref(handle), place, tensor)
     else:  # it may be kept, each time that the place runs
         with Paused():

@@ -58,7 +58,7 @@ def _keep(tape: Tape, value: Value, tensor: Tensor) -> None:
     """Keep a value that was to be dropped; `tensor` holds its bytes."""
     if value.action is Action.RECOMPUTE and value.was_saved and value.step is not None:
         tape.recompute_bytes -= value.nbytes
-    value.action, value.held, value.spare, value.step = Action.KEEP, tensor, None, None
+    value.action, value.held, value.candidate_tensor, value.step = Action.KEEP, tensor, None, None
     value.why_opaque = WHY_ROUTING
     tape.holding.append(value)
     tape.leave_out_audit(value)

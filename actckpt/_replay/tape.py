@@ -173,9 +173,9 @@ class Tape(TapeCore):
         """Prepare for a recorded operator that overwrites the storage of a value (NOTE [ Replay ], Rule 1)."""
         if value is None or is_unread(value):  # its bytes are not needed
             return
-        if value.spare is not None:
+        if value.candidate_tensor is not None:
             self.audit_late(value)
-            value.spare = None
+            value.candidate_tensor = None
         if value.held is None and value.stored is None:
             return
         is_kept = value.step is None or value.action is not Action.RECOMPUTE

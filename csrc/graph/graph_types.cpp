@@ -7,7 +7,6 @@
 #include "graph/needs.h"
 #include "graph/window.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -32,7 +31,7 @@ void value_dealloc(PyObject* self) {
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::choice, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::spare, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
+                 &V::candidate_tensor, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
 }
 
 void step_dealloc(PyObject* self) {
@@ -80,9 +79,7 @@ PyObject* num_handles(PyObject* self, void*) {
 }
 
 PyObject* value_is_wanted(PyObject* self, PyObject*) {
-  Handles& handles = reinterpret_cast<ValueObject*>(self)->handles;
-  return PyBool_FromLong(
-      std::any_of(handles.begin(), handles.end(), [](const HandleObject* h) { return h != nullptr; }));
+  return PyBool_FromLong(has_saved_tensors(reinterpret_cast<ValueObject*>(self)));
 }
 
 PyObject* value_is_available(PyObject* self, PyObject*) {
@@ -170,7 +167,7 @@ PyMemberDef value_members[] = {
     OBJECT(ValueObject, "root", root),
     OBJECT(ValueObject, "stored", stored),
     SEEN(ValueObject, "cached", cached),
-    OBJECT(ValueObject, "spare", spare),
+    OBJECT(ValueObject, "candidate_tensor", candidate_tensor),
     OBJECT(ValueObject, "why_opaque", why_opaque),
     OBJECT(ValueObject, "choice", choice),
     OBJECT(ValueObject, "entry", entry),

@@ -16,16 +16,17 @@ using ValueSet = std::unordered_set<ValueObject*>;
 
 constexpr long long kUnlimited = std::numeric_limits<long long>::max() / 4;
 
-// Whether to have a value costs nothing: it is held anyway.
-bool is_free(const ValueObject* value) {
-  return value->is_needed != 0 || value->is_parameter != 0 || (is_available(value) && value->handles.size > 0);
+// Whether a value is held anyway, so that it costs no bytes.
+bool is_free(ValueObject* value) {
+  return value->is_needed != 0 || value->is_parameter != 0 || (is_available(value) && has_saved_tensors(value));
 }
 
-// Whether replay of others ends at a value, which is not replayed itself.
+// Whether replay of other values starts from this one, which is not replayed itself.
 bool is_leaf(const ValueObject* value) { return is_available(value) || is_none(value->step); }
 
-// A network whose minimum cut is what is held at least. Each value has a node where it is read, and the next one where
-// it is replayed. Between them, or between a leaf and the sink, are the bytes that it takes to hold the value.
+// A flow network whose minimum cut has the fewest bytes that must be held. Each value has two nodes: its readers point
+// to the first, and the second points to its inputs. The capacity of the edge between them, or from a leaf to the sink,
+// is the bytes of the value.
 class Network {
  public:
   explicit Network(const std::vector<ValueObject*>& candidates) : edges_of_(2) {
@@ -35,7 +36,7 @@ class Network {
       pending_.pop_back();
       add(value);
     }
-    while (find_levels()) send();
+    while (find_levels()) add_blocking_flow();
   }
 
   // Of several minimum cuts, the one that keeps the fewest candidates.
@@ -45,7 +46,7 @@ class Network {
     reaches_sink[kSink] = 1;
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       for (const int edge : edges_of_[nodes[i]]) {
-        if (edges_[edge ^ 1].room == 0 || reaches_sink[edges_[edge].to] != 0) continue;
+        if (edges_[edge ^ 1].capacity == 0 || reaches_sink[edges_[edge].to] != 0) continue;
         reaches_sink[edges_[edge].to] = 1;
         nodes.push_back(edges_[edge].to);
       }
@@ -62,12 +63,12 @@ class Network {
 
   struct Edge {
     int to;
-    long long room;  // for more flow; the edge back is at the index with the last bit flipped
+    long long capacity;  // that is left; the reverse edge is at the index with the last bit flipped
   };
 
-  void add_edge(int from, int to, long long room) {
+  void add_edge(int from, int to, long long capacity) {
     edges_of_[from].push_back(static_cast<int>(edges_.size()));
-    edges_.push_back({to, room});
+    edges_.push_back({to, capacity});
     edges_of_[to].push_back(static_cast<int>(edges_.size()));
     edges_.push_back({from, 0});
   }
@@ -81,10 +82,11 @@ class Network {
     return at->second;
   }
 
-  // What a value that is not free costs to have: the values between it and a candidate, a leaf or a fork are skipped.
+  // Follows single inputs from a value to the first candidate, leaf or value with several inputs. The values in between
+  // have no nodes: they can be replayed if and only if that one is there.
   ValueObject* end_of(ValueObject* value) {
     std::vector<ValueObject*> walked;
-    while (!is_leaf(value) && is_none(value->spare)) {
+    while (!is_leaf(value) && is_none(value->candidate_tensor)) {
       const auto known = end_of_.find(value);
       if (known != end_of_.end()) {
         value = known->second;
@@ -99,7 +101,7 @@ class Network {
     return value;
   }
 
-  // The input of a value that is not free, null if it has none or several.
+  // Returns the only input that is not free; null if there are none or several.
   static ValueObject* only_input_of(const ValueObject* value) {
     std::vector<ValueObject*> inputs;
     add_inputs(value, &inputs);
@@ -118,7 +120,7 @@ class Network {
       add_edge(node, kSink, value->is_input != 0 || !is_available(value) ? kUnlimited : value->nbytes);
       return;
     }
-    add_edge(node, node + 1, is_none(value->spare) ? kUnlimited : value->nbytes);
+    add_edge(node, node + 1, is_none(value->candidate_tensor) ? kUnlimited : value->nbytes);
     std::vector<ValueObject*> inputs;
     add_inputs(value, &inputs);
     for (ValueObject* input : inputs) {
@@ -126,8 +128,8 @@ class Network {
     }
   }
 
-  // Dinic's algorithm: numbers nodes by their distance from the source, along edges with room; false: no way leads to
-  // the sink.
+  // Dinic's algorithm. Finds the distance of each node from the source along edges with capacity. Returns false if no
+  // path leads to the sink.
   bool find_levels() {
     level_of_.assign(edges_of_.size(), -1);
     next_of_.assign(edges_of_.size(), 0);
@@ -136,7 +138,7 @@ class Network {
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       for (const int edge : edges_of_[nodes[i]]) {
         const int to = edges_[edge].to;
-        if (edges_[edge].room == 0 || level_of_[to] >= 0) continue;
+        if (edges_[edge].capacity == 0 || level_of_[to] >= 0) continue;
         level_of_[to] = level_of_[nodes[i]] + 1;
         nodes.push_back(to);
       }
@@ -144,74 +146,75 @@ class Network {
     return level_of_[kSink] >= 0;
   }
 
-  // Sends flow along shortest ways until each has an edge without room.
-  void send() {
-    std::vector<int> way;  // edges from the source
+  // Adds flow along shortest paths until each has an edge without capacity.
+  void add_blocking_flow() {
+    std::vector<int> path;  // edges from the source
     for (int node = kSource;;) {
       if (node == kSink) {
-        node = send_along(&way);
-      } else if (const int edge = edge_onward(node); edge >= 0) {
-        way.push_back(edge);
+        node = add_flow(&path);
+      } else if (const int edge = edge_to_next_level(node); edge >= 0) {
+        path.push_back(edge);
         node = edges_[edge].to;
-      } else if (way.empty()) {
+      } else if (path.empty()) {
         return;
       } else {
-        level_of_[node] = -1;  // no way leads on from here
-        node = edges_[way.back() ^ 1].to;
-        way.pop_back();
+        level_of_[node] = -1;  // no path leads on from here
+        node = edges_[path.back() ^ 1].to;
+        path.pop_back();
       }
     }
   }
 
-  // An edge with room to the next level, -1 if there is none.
-  int edge_onward(int node) {
+  // Returns an edge with capacity to the next level, -1 if there is none.
+  int edge_to_next_level(int node) {
     for (std::size_t& next = next_of_[node]; next < edges_of_[node].size(); ++next) {
       const int edge = edges_of_[node][next];
-      if (edges_[edge].room > 0 && level_of_[edges_[edge].to] == level_of_[node] + 1) return edge;
+      if (edges_[edge].capacity > 0 && level_of_[edges_[edge].to] == level_of_[node] + 1) return edge;
     }
     return -1;
   }
 
-  // Fills a way to the sink. Cuts it off before the first edge without room; returns the node there.
-  int send_along(std::vector<int>* way) {
+  // Adds flow along a path to the sink. Cuts the path off before its first edge without capacity; returns the node
+  // there.
+  int add_flow(std::vector<int>* path) {
     long long flow = kUnlimited;
-    for (const int edge : *way) flow = std::min(flow, edges_[edge].room);
-    std::size_t first_full = way->size();
-    for (std::size_t i = way->size(); i-- > 0;) {
-      Edge& edge = edges_[(*way)[i]];
-      edge.room -= flow;
-      edges_[(*way)[i] ^ 1].room += flow;
-      if (edge.room == 0) first_full = i;
+    for (const int edge : *path) flow = std::min(flow, edges_[edge].capacity);
+    std::size_t first_full = path->size();
+    for (std::size_t i = path->size(); i-- > 0;) {
+      Edge& edge = edges_[(*path)[i]];
+      edge.capacity -= flow;
+      edges_[(*path)[i] ^ 1].capacity += flow;
+      if (edge.capacity == 0) first_full = i;
     }
-    const int node = edges_[(*way)[first_full] ^ 1].to;
-    way->resize(first_full);
+    const int node = edges_[(*path)[first_full] ^ 1].to;
+    path->resize(first_full);
     return node;
   }
 
   std::vector<Edge> edges_;
   std::vector<std::vector<int>> edges_of_;  // by node
   std::vector<int> level_of_;
-  std::vector<std::size_t> next_of_;  // of the edges of a node, the first that may lead on
+  std::vector<std::size_t> next_of_;  // index of the first edge of a node that was not tried
   std::unordered_map<ValueObject*, int> nodes_;
   std::unordered_map<ValueObject*, ValueObject*> end_of_;
   std::vector<ValueObject*> pending_;
 };
 
-// Adds what replaying `value` would newly hold to `reached`; ends at candidates, as if they were kept.
+// Adds the values that a replay of `value` needs and that are not free to `reached`. Stops at candidates, as if kept.
 void add_reached(ValueObject* value, ValueSet* reached) {
   std::vector<ValueObject*> pending = {value};
   while (!pending.empty()) {
     ValueObject* current = pending.back();
     pending.pop_back();
-    if (current != value && (is_free(current) || !is_none(current->spare))) continue;
+    if (current != value && (is_free(current) || !is_none(current->candidate_tensor))) continue;
     if (reached->insert(current).second && !is_leaf(current)) add_inputs(current, &pending);
   }
 }
 
-// Whether values are replayed from a leaf that nothing but the region and the candidates holds.
+// Tells whether a value is replayed from a leaf that could be released if candidates were kept.
 class ReleasableLeaves {
  public:
-  // `others`: what other values are replayed from.
+  // `others`: values that other values than candidates are replayed from.
   explicit ReleasableLeaves(ValueSet others) : others_(std::move(others)) {}
 
   bool are_below(ValueObject* value) {
@@ -223,7 +226,7 @@ class ReleasableLeaves {
   }
 
  private:
-  // Looks at a value whose inputs were looked at; adds those that were not.
+  // Decides about a value if its inputs are decided; else adds these to `pending` and returns false.
   bool is_done(ValueObject* value, std::vector<ValueObject*>* pending) {
     if (are_below_.count(value) != 0) return true;
     if (is_leaf(value)) {
@@ -266,7 +269,7 @@ bool is_unshared(const ValueObject* value) {
 }
 
 std::vector<char> frees_leaves(TapeObject* tape, const std::vector<ValueObject*>& candidates) {
-  // What the program may save yet is replayed from these, whatever becomes of the candidates.
+  // The program may still save values that are replayed from these.
   ValueSet others;
   PyObject *key, *known;
   Py_ssize_t position = 0;

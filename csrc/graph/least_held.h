@@ -1,4 +1,4 @@
-// Which of several saved values a region keeps, so that it holds as few bytes as possible: NOTE [ Candidates ] in
+// Chooses the candidates that a region keeps, so that it holds the fewest bytes: NOTE [ Candidates ] in
 // csrc/record/candidates.h.
 #pragma once
 
@@ -8,15 +8,14 @@
 
 namespace actckpt::replay {
 
-// For each candidate, a saved value whose bytes are still there (`spare`), whether it is kept. Sets how many values it
-// looked at.
+// Returns for each candidate whether the minimum cut keeps it. Sets the number of values that it looked at.
 std::vector<char> kept_of(const std::vector<ValueObject*>& candidates, long long* num_walked);
 
-// For each candidate, whether to keep it may release what it is replayed from: nothing but the region refers to the
-// bytes of one of its leaves, and no value that the program has and did not save is replayed from that leaf.
+// Returns for each candidate whether keeping it may release one of its leaves: only the region refers to the memory of
+// the leaf, and no value that the program has and did not save is replayed from it.
 std::vector<char> frees_leaves(TapeObject* tape, const std::vector<ValueObject*>& candidates);
 
-// Whether a value is held, and nothing but the region refers to its bytes.
+// Whether a value is held and only the region refers to its memory.
 bool is_unshared(const ValueObject* value);
 
 }  // namespace actckpt::replay

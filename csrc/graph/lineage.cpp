@@ -4,12 +4,6 @@
 #include <vector>
 
 namespace actckpt::replay {
-namespace {
-
-bool is_saved(const ValueObject* value) { return value->handles.size > 0; }
-
-}  // namespace
-
 void add_inputs(const ValueObject* value, std::vector<ValueObject*>* pending) {
   PyObject* inputs = reinterpret_cast<StepObject*>(value->step)->inputs;
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
@@ -30,10 +24,10 @@ long long new_leaf_bytes(ValueObject* value, long long at_most) {
     pending.pop_back();
     if (current->is_needed != 0 || !seen.insert(current).second) continue;
     // A value that exceeded the limit before is not walked again: `value` waits for the end of the region too.
-    if (current != value && !is_none(current->spare) && current->nbytes >= at_most) return at_most + 1;
+    if (current != value && !is_none(current->candidate_tensor) && current->nbytes >= at_most) return at_most + 1;
     if (is_available(current) || is_none(current->step)) {
       // Saved values and parameters are held anyway.
-      if (current->is_parameter == 0 && !is_saved(current)) total += current->nbytes;
+      if (current->is_parameter == 0 && !has_saved_tensors(current)) total += current->nbytes;
     } else {
       add_inputs(current, &pending);
     }

@@ -176,6 +176,11 @@ void forget_handle(HandleObject* handle) noexcept {
   }
 }
 
+bool has_saved_tensors(ValueObject* value) noexcept {
+  return std::any_of(value->handles.begin(), value->handles.end(),
+                     [](const HandleObject* handle) { return handle != nullptr; });
+}
+
 bool is_pending(ValueObject* value, long long task) noexcept {
   return std::any_of(value->handles.begin(), value->handles.end(),
                      [&](const HandleObject* handle) { return handle != nullptr && handle->task != task; });

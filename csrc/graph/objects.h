@@ -54,7 +54,7 @@ struct ValueObject {
   PyObject* root;
   PyObject* stored;
   PyObject* cached;
-  PyObject* spare;
+  PyObject* candidate_tensor;
   PyObject* why_opaque;
   PyObject* entry;
   // This and the next three are its place (record/module_calls.h); null: places are unused, or no recorded operator
@@ -277,6 +277,9 @@ void add_handle(ValueObject* value, PyObject* handle);
 
 // Removes a handle that died, or that will refer to another value.
 void forget_handle(HandleObject* handle) noexcept;
+
+// Whether a saved tensor on `value` is alive.
+bool has_saved_tensors(ValueObject* value) noexcept;
 
 // Whether a live saved tensor on `value` was not unpacked in backward `task`.
 bool is_pending(ValueObject* value, long long task) noexcept;

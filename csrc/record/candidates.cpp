@@ -1,6 +1,5 @@
 #include "record/candidates.h"
 
-#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -12,6 +11,8 @@
 namespace actckpt::replay {
 namespace {
 
+// Examinations wait until the held bytes have grown by one part in kGrowth, and the number of values by one part in
+// kGrowthOfNumber of those that the last examination looked at.
 constexpr long long kGrowth = 16;
 constexpr long long kGrowthOfNumber = 128;
 
@@ -22,11 +23,6 @@ std::vector<ValueObject*> as_values(const CandidateList& candidates) {
   std::vector<ValueObject*> values;
   for (const py::object& candidate : candidates) values.push_back(as_value(candidate));
   return values;
-}
-
-bool has_saved_tensors(ValueObject* value) {
-  Handles& handles = value->handles;
-  return std::any_of(handles.begin(), handles.end(), [](const HandleObject* handle) { return handle != nullptr; });
 }
 
 void end_late_audit(TapeObject* tape, ValueObject* value, bool is_dropped) {
@@ -41,20 +37,20 @@ CandidateList take_undecided(TapeObject* tape) {
   CandidateList undecided;
   for (const py::handle candidate : candidates) {
     ValueObject* value = as_value(candidate);
-    if (is_none(value->spare)) continue;
+    if (is_none(value->candidate_tensor)) continue;
     if (!is_available(value) && (has_saved_tensors(value) || value->is_needed != 0)) {
       undecided.push_back(py::reinterpret_borrow<py::object>(candidate));
       continue;
     }
-    assign(value->spare, Py_None);
-    if (is_available(value)) end_late_audit(tape, value, true);
+    assign(value->candidate_tensor, Py_None);
+    end_late_audit(tape, value, is_available(value));
   }
   return undecided;
 }
 
 void keep(TapeObject* tape, ValueObject* value) {
-  assign(value->held, value->spare);
-  assign(value->spare, Py_None);
+  assign(value->held, value->candidate_tensor);
+  assign(value->candidate_tensor, Py_None);
   assign(value->step, Py_None);
   append(tape->holding, as_object(value));
   end_late_audit(tape, value, false);
@@ -72,9 +68,9 @@ CandidateList drop(TapeObject* tape, const CandidateList& undecided) {
   CandidateList kept, dropped;
   for (std::size_t i = 0; i < undecided.size(); ++i) (is_kept[i] != 0 ? kept : dropped).push_back(undecided[i]);
   // While dropped values are marked as needed, what will be kept counts as held: nothing is replayed beyond it.
-  for (ValueObject* value : as_values(kept)) assign(value->held, value->spare);
+  for (ValueObject* value : as_values(kept)) assign(value->held, value->candidate_tensor);
   for (ValueObject* value : as_values(dropped)) {
-    assign(value->spare, Py_None);
+    assign(value->candidate_tensor, Py_None);
     value->is_needed = 0;  // it may have been, as a candidate
     mark_needed(value);
   }
@@ -96,7 +92,7 @@ void decide_candidates(TapeObject* tape, bool is_last) {
   }
 }
 
-// Whether enough is new since the last examination: by bytes, and by number, so that all of them take linear time.
+// Whether to examine what the region holds. Growth by number bounds the time of all examinations: it is linear.
 bool has_grown(const TapeObject* tape) {
   const long long least_bytes = PyLong_AsLongLong(names().least_growth_bytes);
   if (least_bytes == 0) return tape->new_held_bytes > 0;
@@ -115,14 +111,15 @@ void forget_dead_storages(TapeObject* tape) {
     }
   }
   for (auto key_of_dead = dead.rbegin(); key_of_dead != dead.rend(); ++key_of_dead) {
-    PyObject* found = PyDict_GetItem(tape->storages, key_of_dead->ptr());
-    if (found == nullptr || referent(reinterpret_cast<KnownStorageObject*>(found)->storage) != nullptr) continue;
+    PyObject* still_known = PyDict_GetItem(tape->storages, key_of_dead->ptr());
+    if (still_known == nullptr) continue;
+    if (referent(reinterpret_cast<KnownStorageObject*>(still_known)->storage) != nullptr) continue;
     if (PyDict_DelItem(tape->storages, key_of_dead->ptr()) != 0) throw py::error_already_set();
   }
 }
 
-// Whether only the list refers to a value that it holds: no step and no handle is on it, and nobody else has its bytes.
-// It is forgotten then.
+// Forgets a value that only the list `holding` refers to: no step and no saved tensor does, and its memory is unshared.
+// Returns whether it did.
 bool forget_unused(TapeObject* tape, PyObject* item) {
   auto* value = reinterpret_cast<ValueObject*>(item);
   if (Py_REFCNT(item) > 2 || !is_unshared(value)) return false;  // references of the list and of the known storage
@@ -161,7 +158,7 @@ long long release_unused_of(TapeObject* tape) {
 }  // namespace
 
 void add_candidate(TapeObject* tape, ValueObject* value, PyObject* tensor) {
-  assign(value->spare, tensor);
+  assign(value->candidate_tensor, tensor);
   append(tape->candidates, as_object(value));
   tape->new_held_bytes += value->nbytes;
 }

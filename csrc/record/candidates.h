@@ -1,10 +1,10 @@
 // NOTE [ Candidates ]
 //
 // Replaying a dropped value holds what it is replayed from, its *leaves*. A value whose leaves have at most its bytes,
-// or are held anyway, is dropped at once. Any other is a *candidate*: its bytes stay for now (`spare`). One leaf may
-// serve many candidates that are smaller than it, so they are decided together: a minimum cut (graph/least_held.h) of
-// the graph between candidates and leaves has the fewest bytes. Keeping all candidates is one such cut, and is what
-// plain autograd holds.
+// or are held anyway, is dropped at once. Any other is a *candidate*: its bytes stay for now (`candidate_tensor`). One
+// leaf may serve many candidates that are smaller than it, so they are decided together: a minimum cut
+// (graph/least_held.h) of the graph between candidates and leaves has the fewest bytes. Keeping all candidates is one
+// such cut, and is what plain autograd holds.
 //
 // Candidates are decided while the region is open, too, else it would hold more than plain autograd. A candidate that
 // the cut drops is dropped: later candidates only add reasons to hold its leaves. One that the cut keeps is kept as
