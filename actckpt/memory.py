@@ -59,7 +59,7 @@ class LiveStorages(ObservingMode):
     """Count the bytes of the storages that operators allocate inside the `with` block and that are still alive.
 
     Counters nest, end in any order, may be reentered (they continue to count) and keep nothing alive. After the block
-    nothing new is counted, but deaths still are, so `live_bytes` shows how much of what the block made is held.
+    nothing new is counted, but deaths still are, so `live_bytes` shows how many bytes that the block made are alive.
 
     Args:
         parameters: leaf tensors whose gradients move from `live_bytes` to `gradient_bytes` once they are accumulated.

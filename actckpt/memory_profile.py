@@ -119,9 +119,9 @@ def profile(step: Callable[[], object], *, model: torch.nn.Module) -> MemoryProf
 
     Args:
         step: runs forward and backward.
-        model: names the modules; its parameters and gradients are no rows.
+        model: the model whose modules name the rows. Its parameters and their gradients are not in rows.
     Raises:
-        TypeError: `model` is no module, or `step` cannot be called.
+        TypeError: `model` is not a module, or `step` cannot be called.
     Cost: some microseconds per operator.
 
     Example::
@@ -212,7 +212,7 @@ class _Counting(LiveStorages):
 
 
 def _pattern(model: torch.nn.Module, name: str) -> str:
-    """Return a qualified name with `*` in the place of each number that tells modules of one type apart."""
+    """Return a qualified name with `*` for each number in a row of modules of one type."""
     parts, parent = name.split("."), model
     for index, part in enumerate(parts):
         if part.isdigit() and len({type(child) for child in parent.children()}) == 1:

@@ -2,16 +2,17 @@
 
 NOTE [ Windows of a plan ]
 
-A plan's peak is valid only if no more is in flight than its simulation says (`planner.simulation.InFlight`). What a
-block itself offloads is part of what it needs while it runs, so its window is larger by that much.
+A plan's peak is valid only if no more is in flight than its simulation says (`planner.simulation.InFlight`). The
+window of a block is larger by the bytes that it offloads itself: they count as the block's own memory while it runs.
 
 When a block's forward ends, its stream (on a CPU, the program) waits until the copies out fit in the room that the next
 code leaves. When backward reaches the last block, no copy out may be in flight.
 
 When backward reaches a block's output, tensors of the blocks before it are prefetched within its window. (A block that
-keeps everything unpacks nothing through our hooks, so these could not start it.) What the block itself offloaded is
-loaded into its own room: once it is unpacked, it is part of what the block needs, and no other value may use that room
-(NOTE [ Prefetching ]). When a backward ends, other offloading of the process is not limited any more.
+keeps everything unpacks nothing through our hooks, so these could not start it.) The values that the block itself
+offloaded have bytes reserved in the window. Once they are unpacked, they count as the block's own memory, and no other
+value may use these bytes (NOTE [ Prefetching ]). When a backward ends, other offloading of the process is not limited
+any more.
 """
 
 from __future__ import annotations

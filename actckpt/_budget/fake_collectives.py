@@ -8,7 +8,7 @@ reruns a block with collectives, or names a collective; replay keeps their resul
 
 In runs for profiling, each collective returns at once the result as if the other ranks had sent what this rank sends,
 or zeros if that has another size. Integers, which may determine sizes (how many tokens go to which expert), are those
-that the recorded call received. An unknown collective raises, so that nothing is sent that nobody waits for. If a
+that the recorded call received. An unknown collective raises: no other rank would receive what it sends. If a
 forward and its backward had no collective, later runs of the same block are not checked for any.
 
 `actckpt.plan` runs whole steps as often as it must. If the first one communicates, it raises after that step, which all

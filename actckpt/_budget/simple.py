@@ -47,7 +47,7 @@ def _operator(place: str) -> str:
 
 
 def _chosen(plain: Plan, operators: frozenset[str]) -> Plan:
-    """Keep the values of some operators and recompute the others, as far as possible."""
+    """Keep the values of some operators, and recompute the others that can be recomputed."""
 
     def action(value: Value) -> Action:
         is_kept = _operator(value.name) in operators or not value.replayable

@@ -155,7 +155,7 @@ class BlockStructure:
         return sum(nbytes for _, nbytes, _ in self.held())
 
     def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
-        """Return what is alive whether it is kept or not: storages, their bytes, and names of what backward needs."""
+        """Return storages that are alive under every plan, with their bytes, and names of those that backward needs."""
         return [
             (made.storage, made.nbytes, self._name(made) if self._info(made) is not None else None)
             for made in self._made
@@ -266,7 +266,7 @@ def run_recorded(
 
 
 def held_elsewhere(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[Place]:
-    """Run the forward of a block once without recording; return the places of what it leaves alive."""
+    """Run the forward of a block once without recording; return the places of values that stay alive."""
     result, structure = _run_unrecorded(forward, args, kwargs, None)
     return structure.note_alive(result)
 

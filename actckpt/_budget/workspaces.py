@@ -15,7 +15,7 @@ __all__ = ["WorkingStorages"]
 
 
 class WorkingStorages(LiveStorages):
-    """Counts live storages; its peak includes the workspaces of operators, as far as allocator statistics show them.
+    """Counts live storages; its peak includes the workspaces of operators that allocator statistics show.
 
     The bytes allocated while an operator ran are an upper bound: its workspaces may have existed one after the other.
     If the allocator's own peak is lower, that counts.

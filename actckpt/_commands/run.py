@@ -176,7 +176,7 @@ class _Applying:
             self._end()
         elif not self._has_said_why:
             self._has_said_why = True
-            _say(f"{self.report()} An optimizer made its first step.")
+            _say(f"after the first step of an optimizer, {self.report()}")
 
     def _end(self) -> None:
         self._hook.remove()

@@ -107,7 +107,7 @@ def why_eager(options: CheckpointOptions) -> str:
 
 
 def _goes_by_operator(policy: Any) -> bool:
-    """Whether torch's checkpoint can express a policy, as far as known without calling it; the compiler traces this."""
+    """Whether torch's checkpoint can express a policy. Does not call it: the compiler traces this function."""
     if policy is None or isinstance(policy, (list, tuple, set, frozenset)):
         return True
     if isinstance(policy, (str, Action)):

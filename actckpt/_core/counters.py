@@ -1,4 +1,4 @@
-"""Counters of what the runtime has done in this process."""
+"""Counters of the runtime's work in this process."""
 
 import threading
 from collections import Counter

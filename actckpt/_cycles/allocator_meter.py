@@ -55,7 +55,7 @@ class _Observer:
         self._parameters, self._older = parameters, tuple(older)
 
     def see(self) -> None:
-        """Read the current peak, as far as it belongs to the cycle."""
+        """Read the part of the current peak that the cycle caused."""
         raise NotImplementedError
 
     def started_again(self) -> None:

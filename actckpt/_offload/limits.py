@@ -12,7 +12,7 @@ _PAGE_BYTES = 4096
 
 
 def default_host_limit(root: Path = Path("/"), environ: dict[str, str] | None = None) -> int:
-    """Return half of what the machine and this process's cgroups have free, per local rank, in bytes.
+    """Return half of the free memory of the machine and of this process's cgroups, in bytes per local rank.
 
     Args:
         root: parent of `proc` and `sys`; for tests.

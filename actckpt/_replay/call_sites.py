@@ -25,7 +25,7 @@ __all__ = ["Site", "caller_of", "site_of", "site_of_call"]
 
 _MAX_SITES = 4096
 _MAX_STRUCTURES = 64
-#: Above `_MAX_STRUCTURES`, one call in so many is audited.
+#: Above `_MAX_STRUCTURES`, one of this many calls is audited.
 _SAMPLE = 16
 
 
@@ -47,9 +47,9 @@ class Site:
     )
 
     def __init__(self, where: str) -> None:
-        #: What stands for a module in places where none runs: file and line.
+        #: File and line, used as the name of a module in places where none runs.
         self.where = where
-        #: Whether somebody asked for a report, and the first tape.
+        #: Whether a report was requested, and the first tape.
         self.is_reported = False
         self._first: weakref.ref[Any] | None = None
         #: Places that came back right.
@@ -108,7 +108,7 @@ _by_object: weakref.WeakKeyDictionary[Any, Site] = weakref.WeakKeyDictionary()
 
 @torch_private.untraced
 def site_of(caller: Any) -> Site:
-    """Return the site of a (code, line) or longer, or of what `caller_of` returned."""
+    """Return the site of a (code, line) or longer, or of a result of `caller_of`."""
     if isinstance(caller, torch.nn.Module):
         with _lock:
             return _by_object.setdefault(caller, Site(type(caller).__name__))
@@ -160,7 +160,7 @@ def site_of_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _tells_apart(values: tuple[Any, ...]) -> bool:
-    """Whether any of what a function is given tells calls apart, now or once a list or a closure in it has changed."""
+    """Whether an argument can distinguish calls, now or after a list or a closure in it has changed."""
     return any(callable(value) or isinstance(value, (list, tuple)) for value in values)
 
 
@@ -176,7 +176,7 @@ def _forget(number: int, reference: weakref.ref[Any]) -> None:
 
 
 def _code_key(code: types.CodeType) -> tuple[Any, ...]:
-    """Return what stands for code, the same in every process: where it begins, and a digest of what it does."""
+    """Return a key of code that is the same in every process: file, first line, name and a digest of its contents."""
     begin = code.co_filename, code.co_firstlineno, code.co_name
     known = _by_line.get(begin)
     if known is not None and known[0] is code:

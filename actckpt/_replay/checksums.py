@@ -118,7 +118,7 @@ def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the elements behind a tensor as integers, each once as far as strides show."""
+    """Return the elements of a tensor as integers; those that strides of 0 repeat, once."""
     size = tensor.element_size()
     dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
     dims.sort(key=operator.itemgetter(1))

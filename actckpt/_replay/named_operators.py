@@ -16,7 +16,7 @@ from actckpt._text import operator_names
 
 __all__ = ["Matches"]
 
-#: Stands for the operators inside compiled code, which nobody sees.
+#: Placeholder for the operators inside compiled code, which no mode sees.
 _COMPILED = None
 #: Maximum number of operators listed for a preset.
 _MAX_NAMED = 4

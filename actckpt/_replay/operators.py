@@ -241,7 +241,7 @@ class Operator:
         self.num_returned = sum(result.alias_info is None for result in schema.returns)
         self.makes_one = self.num_returned == 1 == len(schema.returns) and str(schema.returns[0].type) == "Tensor"
         self.overwrites = bool(writes) and namespace == "aten" and (base in _OVERWRITE or _is_out_variant(schema))
-        #: Below a dispatch mode, torch does not increment the version of what these change.
+        #: Below a dispatch mode, torch does not increment the versions of tensors that these change.
         self.forgets_versions = bool(writes) and base.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
         self.hidden_writes = _HIDDEN_WRITES.get(schema.name)
         saved_name = _SAVED_BEFORE_WRITTEN.get(schema.name)

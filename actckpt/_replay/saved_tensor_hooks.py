@@ -110,7 +110,7 @@ def _close(tape: Tape) -> None:
 
 
 def is_much(opaque_bytes: int, total_bytes: int) -> bool:
-    """Whether a large part of what the policy wants recomputed cannot be replayed."""
+    """Whether a large part of the bytes that the policy recomputes cannot be replayed."""
     return opaque_bytes > max(_OPAQUE_BYTES, total_bytes // _OPAQUE_SHARE)
 
 

@@ -89,7 +89,7 @@ class _Noted:
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
-        #: Whether an operator used one of them, as far as watched; for statistics, whether they may have changed.
+        #: Whether a watched operator used one of them; for statistics, whether they may have changed.
         self.has_run = False
         self._batches = _batches(module) if self.is_statistics else None
 

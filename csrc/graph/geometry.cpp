@@ -57,7 +57,7 @@ PyObject* dtype_of(const DlTensor& from, PyObject* tensor) {
   return known->emplace(key, reads().dtype(tensor).release().ptr()).first->second;
 }
 
-// Whether DLPack can describe a tensor, as far as is known without asking.
+// Whether DLPack may describe a tensor; does not call DLPack.
 bool is_describable(PyObject* tensor) {
   return reads().layout(tensor).ptr() == names().strided && !reads().is_meta.is_true(tensor) &&
          !reads().is_quantized.is_true(tensor) && !reads().is_nested.is_true(tensor);

@@ -19,7 +19,7 @@ struct Destination {
   bool must;  // wait for room instead of leaving the bytes in place
 };
 
-// First byte and byte count of what `tensor` offloads.
+// First byte and byte count of the memory that `tensor` offloads.
 TensorExtent extent_of(PyObject* tensor, PyObject* root, PyObject* storage);
 
 // Shares a span that has all of `extent`, or offloads what no span has of it. Without spans if the store has no room.

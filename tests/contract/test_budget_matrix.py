@@ -39,13 +39,16 @@ _PERCENT = {
 }
 
 
-def _steps(program: Program, num: int, *, total: bool = False) -> Iterator[tuple[list[Tensor], int]]:
+def _steps(
+    program: Program, num: int, *, total: bool = False, to_none: bool = True
+) -> Iterator[tuple[list[Tensor], int]]:
     """Yield gradients and peak of each step."""
     model, step = program
     for _ in range(num):
         torch.manual_seed(1)
-        model.zero_grad()
-        with counted(model, total=total, held=[*model.parameters(), *model.buffers()]) as count:
+        model.zero_grad(set_to_none=to_none)
+        held = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        with counted(model, total=total, held=held) as count:
             step()
         gradients = [p.grad.to("cpu", copy=True) for p in model.parameters() if p.grad is not None]
         yield gradients, count.peak_bytes
@@ -73,11 +76,19 @@ def _plain(name: str, *, total: bool = False) -> tuple[list[Tensor], int, int]:
     return gradients, plain_bytes, checkpointed_bytes
 
 
-def _check(name: str, budget: float | str, expected: list[Tensor], *, total: bool = False, **options: Any) -> Any:
+def _check(
+    name: str,
+    budget: float | str,
+    expected: list[Tensor],
+    *,
+    total: bool = False,
+    to_none: bool = True,
+    **options: Any,
+) -> Any:
     """Train under a budget: gradients are the expected ones, and peaks fit. Return the plan."""
     num_first = 3 if on_device.device_type == "cpu" else 5  # there, links are measured, and audits take memory
     program = _made(name, budget, total=total, **options)
-    for number, (gradients, peak) in enumerate(_steps(program, num_first + 2, total=total)):
+    for number, (gradients, peak) in enumerate(_steps(program, num_first + 2, total=total, to_none=to_none)):
         assert_equal(gradients, expected)
         plan = actckpt.report(program[0]).plan
         if number == 1 and plan is not None and on_device.device_type == "cpu" and name not in _SEVERAL_KINDS:
@@ -91,12 +102,12 @@ def _check(name: str, budget: float | str, expected: list[Tensor], *, total: boo
     return plan
 
 
-def _smallest(name: str, expected: list[Tensor], *, total: bool = False) -> float:
+def _smallest(name: str, expected: list[Tensor], *, total: bool = False, to_none: bool = True) -> float:
     """Return the smallest budget that errors name, which is met: each kind of cycle in a step may raise its own."""
     smallest = 2.0**20 if total else 2.0**12
     while True:
         try:
-            _check(name, smallest, expected, total=total)
+            _check(name, smallest, expected, total=total, to_none=to_none)
         except actckpt.errors.PlanInfeasibleError as error:
             assert error.smallest_bytes is not None and error.smallest_bytes > smallest
             smallest = error.smallest_bytes
@@ -144,6 +155,13 @@ def test_budgets_of_all_memory_are_met_from_the_smallest_one_on(name: str) -> No
     smallest = _smallest(name, expected, total=True)
     assert smallest <= max(1.01 * plain_bytes + 2**13, 2**20)
     _check(name, smallest + 0.6 * max(plain_bytes - smallest, 0), expected, total=True)
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_the_smallest_budget_is_met_where_gradients_are_zeroed_in_place(total: bool) -> None:
+    expected, plain_bytes, _ = _plain("residual network", total=total)
+    smallest = _smallest("residual network", expected, total=total, to_none=False)
+    assert smallest <= max(1.01 * plain_bytes + 2**13, 2**20)
 
 
 @pytest.mark.parametrize("name", ["language", "pipeline", "penalty first", "experts", "loop, one block"])

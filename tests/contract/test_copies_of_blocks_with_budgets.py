@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal
+from residual_mlp import Mlp
 from test_budgets import Training
-from torch import nn
+from torch import Tensor, nn
 
 import actckpt
+from actckpt.memory import LiveStorages
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -97,3 +99,33 @@ def test_a_loaded_model_reports_the_policy_that_it_was_given(policy: Any) -> Non
     found = actckpt.report(pickle.loads(pickle.dumps(training.model)))
     assert found.policy == f"policy={policy!r}" and f"(policy={policy!r})" in str(found)
     assert not found.blocks_ran and "no block has run yet" in found.note
+
+
+def _micro_batches(model: nn.Module) -> tuple[list[Tensor | None], int]:
+    """Run two micro-batches in one autocast, in which gradients of cast weights wait; return gradients and peak."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(64, 64, generator=generator) for _ in range(2)]
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live, torch.autocast("cpu", torch.bfloat16):
+        for x in inputs:
+            model(x).float().square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()], live.peak_bytes
+
+
+def test_a_copy_of_a_model_meets_the_smallest_budget_of_the_model() -> None:
+    plain = nn.Sequential(*(Mlp(64) for _ in range(6)))
+    expected, plain_bytes = _micro_batches(plain)
+    model = copy.deepcopy(plain)
+    actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
+    with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
+        for _ in range(2):
+            _micro_batches(model)
+    smallest = raised.value.smallest_bytes
+    assert smallest is not None and smallest < 1.05 * plain_bytes
+    model = copy.deepcopy(plain)
+    actckpt.apply(model, activation_budget=smallest, race=False, on_infeasible="raise")
+    for number in range(4):
+        gradients, peak = _micro_batches(model)
+        assert_equal(gradients, expected)
+        model = copy.deepcopy(model) if number == 0 else model
+    assert peak <= smallest

@@ -247,9 +247,15 @@ def _in_a_parameter(run: Any, x: Tensor, t: Tensor) -> Tensor:
     return run(module, x)
 
 
+class _InTuple(torch.nn.Module):
+    def forward(self, x: Tensor, held: tuple[Tensor]) -> Tensor:
+        return _read(x, held[0])
+
+
 PLACES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     **{name: functools.partial(lambda route, run, x, t: route(run, _read, x, t), ROUTES[name]) for name in ROUTES},
     "argument of a module": lambda run, x, t: run(AsModule(), x, t),
+    "tuple of a module": lambda run, x, t: run(_InTuple(), x, (t,)),
     "list that others have": lambda run, x, t: run(lambda x, items: _read(x, items[0]), x, _shared_list(t)),
     "view": lambda run, x, t: run(AsModule(), x, t[:1]),
     "expanded": lambda run, x, t: run(AsModule(), x, t[:1].expand(3, 4)),

@@ -20,7 +20,10 @@ import actckpt
 from actckpt._core import torch_private
 
 pytestmark = [
-    pytest.mark.skipif(not torch_private.runs_compiled_below_modes, reason="torch before 2.10 compiles below no mode"),
+    pytest.mark.skipif(
+        not torch_private.runs_compiled_below_modes,
+        reason="torch before 2.10 runs functions uncompiled below any dispatch mode",
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, while it compiles
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

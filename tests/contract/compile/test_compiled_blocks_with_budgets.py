@@ -13,7 +13,9 @@ from torch import Tensor, nn
 import actckpt
 
 pytestmark = [
-    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch before 2.10 compiles below no mode"),
+    pytest.mark.skipif(
+        torch.__version__ < (2, 10), reason="torch before 2.10 runs functions uncompiled below any dispatch mode"
+    ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own, while it compiles
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # read by the compiler
 ]
