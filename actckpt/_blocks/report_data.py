@@ -26,7 +26,7 @@ _NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and 
 _KEEP = "policy='keep'"
 _NOTHING_OF_KEEP = (
     "Nothing was recorded: policy 'keep' leaves everything to autograd, so that the blocks hold what plain training "
-    "holds (actckpt.region('keep', record=True) shows what)."
+    "holds. actckpt.profile(step, model=model) lists it."
 )
 _NOTHING_RECORDED = "Nothing was recorded: the blocks ran under torch.compile, or without gradients."
 _NOTHING_OF_COPY = (
