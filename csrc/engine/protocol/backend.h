@@ -2,10 +2,9 @@
 //
 // Contract: streams and events have CUDA semantics: a stream runs its work in order; `wait` makes the stream's later
 // work wait for what the event captured when it was recorded. No call blocks until device work is done. A call that
-// fails throws DeviceError naming the call and its code; the state of the work that it had started is then unknown. Destroying
-// an Event makes no device call.
-// Thread rule: the engine serialises its calls. Ownership: events are shared; streams live as long
-// as the backend.
+// fails throws DeviceError naming the call and its code; the state of the work that it had started is then unknown.
+// Destroying an Event makes no device call. Thread rule: the engine serialises its calls. Ownership: events are shared;
+// streams live as long as the backend.
 
 #pragma once
 
