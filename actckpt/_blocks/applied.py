@@ -33,7 +33,16 @@ from actckpt.api import offload
 from actckpt.errors import BlocksError
 
 __all__ = [
-    *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
+    *(
+        "CallSettings",
+        "CheckpointedForward",
+        "Settings",
+        "applied_blocks",
+        "blocks_of",
+        "check_no_copy",
+        "count_calls",
+        "find_blocks",
+    ),
     *("forwards_in", "patch", "unpatch", "watch"),
 ]
 
@@ -261,14 +270,22 @@ class CheckpointedForward:
 
     def run_as_set(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         """Run it with its settings."""
-        if self.planned_size is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self.planned_size.check(self.name, self.together.training, (args, kwargs))
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._run(self._next_call(), args, kwargs, record)
+        training = self.together.training
+        if self.planned_size is not None:
+            self.planned_size.check(self.name, training, (args, kwargs))
         call_settings = self._next_call()
-        if call_settings.is_unplanned and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if call_settings.is_unplanned:
             self.together.tell_unplanned(self.name)
-        if call_settings.windows is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
-        return self._run(call_settings, args, kwargs, record)
+
+        run = functools.partial(self._run, args=args, kwargs=kwargs, record=record)
+        run_planned = functools.partial(run, call_settings)
+        if training is not None:
+            run_planned = functools.partial(training.rescue.run, self, (args, kwargs), call_settings, run)
+        if call_settings.windows is not None:
+            return call_settings.windows.run(self.together, run_planned)
+        return run_planned()
 
     def _run(
         self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None

@@ -11,7 +11,6 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.fake_collectives import num_ranks
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE
@@ -23,7 +22,7 @@ from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, tot
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
-from actckpt._cycles.trials import Trials, candidates_beside
+from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
@@ -217,6 +216,12 @@ class Kind:
             self.stage = self._stage_before
         return True
 
+    def ran_out(self) -> None:
+        """A block ran out of memory: the next plan needs less than the running one."""
+        if self.running_plan is not None:
+            self._excesses.ran_out(self.running_plan)
+            self._attempts, self._trials, self.stage, self._is_solved = Attempts(), None, "fit", False
+
     # Stages
 
     def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -240,8 +245,7 @@ class Kind:
             self.stage = self._stage_before
             return
         self._model, self._attempts, self._trials, self.plan = model, Attempts(), None, None
-        self.stage, self._num_cycles, self._static_bytes = "fit", 0, cycle.static_bytes
-        self._is_solved = False
+        self.stage, self._is_solved, self._num_cycles, self._static_bytes = "fit", False, 0, cycle.static_bytes
         self._sizes.measured()
         self._forward_keys = self._measured_keys
 
@@ -293,7 +297,7 @@ class Kind:
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
         if limit_bytes is None:
-            limit_bytes = (1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes
+            limit_bytes = self._excesses.limit((1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes)
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
@@ -352,15 +356,11 @@ class Kind:
         return self.plan is not None and not self._attempts.has(self.plan)
 
     def _begin_trials(self) -> None:
-        plan = self.plan
-        assert plan is not None and self._model is not None
-        acts = any(mode != KEPT for mode in self._model.modes(plan))
-        # Trials would have to run in step on all ranks.
-        if not self._config.race or self._config.pins or num_ranks() > 1 or not acts:
-            return
-        candidates = candidates_beside(plan, self._budget_bytes, functools.partial(self._solving.placed, self._model))
-        if sum(candidate.fits for candidate in candidates) > 1:
-            self._trials, self.stage = Trials(candidates, self._budget_bytes), "try"
+        assert self.plan is not None and self._model is not None
+        if any(mode != KEPT for mode in self._model.modes(self.plan)):
+            placed = functools.partial(self._solving.placed, self._model)
+            self._trials = trials_of(self.plan, self._excesses.limit(self._budget_bytes), placed, self._config)
+            self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:
         """A trial has ended."""

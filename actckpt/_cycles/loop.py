@@ -39,6 +39,7 @@ from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
+from actckpt._cycles.forward_rescue import ForwardRescue
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
@@ -51,6 +52,7 @@ from actckpt._cycles.warnings import (
     GROWS,
     MANY_SIZES,
     NO_OUTPUTS,
+    RAN_OUT,
     TWO_THREADS,
     UNREAD,
     warn_compiled,
@@ -95,7 +97,9 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
+        self.rescue = ForwardRescue(self._model, self._config.optimizers, self._ran_out)
         self._calls = MeteredCalls(
+            self.rescue,
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
         )
@@ -186,6 +190,14 @@ class BudgetLoop:
             elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
                 self._warn(GROWS)
 
+    def _ran_out(self) -> None:
+        """A block ran out of memory: the rest of the forward recomputes everything, later cycles need less."""
+        use_settings(self._forwards, {})
+        self._warn(RAN_OUT)
+        if self._cycle is not None and self._kind is not None:
+            self._kind.ran_out()
+            self._cycle.is_void = True
+
     def close(self) -> None:
         """Stop watching the model."""
         for hook in self._hooks:
@@ -202,9 +214,8 @@ class BudgetLoop:
         first.together.take_over_late(first)
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
-        is_outermost = not running  # else the model calls itself
         running.append(None)
-        if not is_outermost:
+        if len(running) > 1:  # the model calls itself
             return
         sweep()
         if not torch.is_grad_enabled():
@@ -214,7 +225,8 @@ class BudgetLoop:
             return
         if checkpoint_around() is not None:
             raise BlocksError(CHECKPOINTED)
-        self._check_unread()
+        if self._num_unread >= _MOST_UNREAD:
+            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
         self.is_called = True
         cycle = self._cycle
         if cycle is not None and cycle.thread != threading.get_ident():
@@ -230,8 +242,7 @@ class BudgetLoop:
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
-        if newly_compiled:
+        if sum(forward.run_around_compiled() for forward in self._forwards.values()):  # some were compiled meanwhile
             self._kinds = KnownKinds(self._new_kind)
         key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
@@ -382,10 +393,6 @@ class BudgetLoop:
         if is_empty or any(cycle is not None and cycle is current for cycle in ended):
             self._give_up_cycle()
         del running[num_outer:]
-
-    def _check_unread(self) -> None:
-        if self._num_unread >= _MOST_UNREAD:
-            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:

@@ -19,6 +19,7 @@ from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._cycles.forward_life import ForwardLife, Held
+from actckpt._cycles.forward_rescue import ForwardRescue
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
 from actckpt._cycles.timeline import Call, Cycle
@@ -30,11 +31,13 @@ class MeteredCalls:
     """Runs the calls of blocks in metered cycles of one model.
 
     Args:
+        rescue: is told what blocks change, and whether plans may rerun them.
         is_inside: whether a forward of the model runs in this thread.
         offloads: whether plans may offload.
     """
 
-    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
+    def __init__(self, rescue: ForwardRescue, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
+        self._rescue = rescue
         self._is_inside = is_inside
         self._offloads = offloads
         #: By device, and whether plans may offload.
@@ -117,8 +120,9 @@ class MeteredCalls:
         key = self._cycle.device, offloads
         if key not in self._profilers:
             self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
-        with self._cycle.meter.muted():
+        with self._cycle.meter.muted(), self._rescue.measured(forward.name, forward.block) as note_rerunnable:
             result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
+            note_rerunnable(block is not None and block.costs.rerun)
             if offloads:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
         if block is not None:  # else the cycle is measured again

@@ -14,12 +14,14 @@ from collections.abc import Callable
 
 import torch
 
+from actckpt._budget.budget_config import BudgetConfig
+from actckpt._budget.fake_collectives import num_ranks
 from actckpt._budget.simple import simple_plans
 from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
-__all__ = ["Candidate", "Trials", "candidates_beside"]
+__all__ = ["Candidate", "Trials", "trials_of"]
 
 #: Number of rounds before a candidate may be eliminated, and after which the fastest remaining one is taken.
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
@@ -51,7 +53,7 @@ class Candidate:
         return [max(devices.seconds_between(*cycle), _RESOLUTION_S) for cycle in self.cycles]
 
 
-def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
+def _candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
     """Return a measured plan, and simple policies as candidates.
 
     Args:
@@ -66,6 +68,18 @@ def candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], 
             of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
             candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
     return candidates
+
+
+def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], config: BudgetConfig) -> Trials | None:
+    """Return trials of a measured plan and of simple policies; None if there is nothing to compare, or must not be.
+
+    Args:
+        placed: returns a plan with the places of its values in the model.
+    """
+    if not config.race or config.pins or num_ranks() > 1:  # several ranks would have to run them in step
+        return None
+    candidates = _candidates_beside(plan, budget_bytes, placed)
+    return Trials(candidates, budget_bytes) if sum(candidate.fits for candidate in candidates) > 1 else None
 
 
 class Trials:
