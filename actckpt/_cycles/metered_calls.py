@@ -20,6 +20,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._cycles.forward_life import ForwardLife, Held
 from actckpt._cycles.forward_rescue import ForwardRescue
+from actckpt._cycles.forward_start import WatchedForward
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
 from actckpt._cycles.timeline import Call, Cycle
@@ -120,13 +121,15 @@ class MeteredCalls:
         key = self._cycle.device, offloads
         if key not in self._profilers:
             self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
-        with self._cycle.meter.muted(), self._rescue.measured(forward.name, forward.block) as note_rerunnable:
+        with self._cycle.meter.muted():
+            watched = WatchedForward(forward.block)
             result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
-            note_rerunnable(block is not None and block.costs.rerun)
             if offloads:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
-        if block is not None:  # else the cycle is measured again
-            self.profiled.append(block)
+            if block is not None:  # else the cycle is measured again
+                self.profiled.append(block)
+                self._rescue.measured(forward.name, watched, is_rerunnable=block.costs.rerun)
+            del watched  # its copies are not part of the step either
         return result
 
     def _unmuted(self) -> Any:
