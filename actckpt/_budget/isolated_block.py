@@ -19,7 +19,7 @@ from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "holds_input", "isolate"]
+__all__ = ["as_in_stack", "attributes_of", "counts_calls", "holds_input", "isolate"]
 
 #: Attributes of every module; `forward` or the compiled call is replaced by the block's region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
@@ -226,6 +226,20 @@ def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     is_held = storage() is not None
     del nodes
     return is_held
+
+
+def as_in_stack(arguments: Any, result: Any) -> Any:
+    """Return arguments with an input that needs a gradient, if the block returns a tensor like it.
+
+    In a stack of such blocks, only the input of the first one needs none.
+    """
+    argument, output = first_tensor(arguments), first_tensor(result)
+    if argument is None or output is None or argument.requires_grad or not output.requires_grad:
+        return arguments
+    if argument.shape != output.shape or argument.dtype != output.dtype:
+        return arguments
+    alias = argument.detach().requires_grad_()
+    return _with_tensors(arguments, lambda other: alias if other is argument else other)
 
 
 def _with_copy_of(tensor: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:

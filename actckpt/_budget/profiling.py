@@ -5,7 +5,9 @@ profiled needs little more memory than one in which all are checkpointed.
 
 Then the first block of each structure (operators, shapes, dtypes, gradient flow) runs forward and backward a few more
 times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
-parameter hook and no other block is touched. Backward goes only to those inputs and parameters. Containers and objects
+parameter hook and no other block is touched. Backward goes only to those inputs and parameters. The input of a block
+that returns a tensor of the same shape needs a gradient there, although that of the first block of a model does not: so
+it has the structure of the blocks after it. Containers and objects
 are as the forward found them (NOTE [ Object state ]). Afterwards random state, module attributes, and the containers
 and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote to in place
 get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and `actckpt.stats`
@@ -44,7 +46,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.compiled_blocks import is_compiled, run_compiled
-from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
+from actckpt._budget.isolated_block import as_in_stack, attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
 from actckpt._budget.rng_usage import RngUsage
@@ -140,7 +142,7 @@ class Profiler:
         if structure.is_measured_later:
             return result, None
         check_units(name, structure)
-        call = BlockCall(name, block, forward, (args, kwargs), structure)
+        call = BlockCall(name, block, forward, as_in_stack((args, kwargs), result), structure)
         _note_held(call, result, inputs)
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
@@ -153,7 +155,7 @@ class Profiler:
             with inputs.as_found(checks=False), _explained(name):
                 return _profiled(call, values, recorded, no_rerun=no_rerun)
 
-        profile = self._known_or(profiled, block, values, drawn, _passes_on((args, kwargs)))
+        profile = self._known_or(profiled, block, values, drawn, _passes_on(call.arguments))
         return result, _profiled_block(call, profile, places, result)
 
     def _known_or(

@@ -24,18 +24,13 @@ def _fastest(
     """Return the times of turns: plain, recorded and rerun, forward and backward each, and of the rerun alone."""
     ways: list[Any] = ["plain", "recorded", "rerun"]
     left = {way: [turn[number] for turn in turns] for number, way in enumerate(ways)}
-    warmed: set[Any] = {"plain"}
     alone = [turn[3] for turn in turns]
 
     def seconds(way: Any, _: Any) -> Any:
-        if way not in warmed:
-            warmed.add(way)
-            return _spans(100.0, 100.0)
         return _spans(*left[way].pop(0))
 
     def rerun_seconds(way: Any, device: Any) -> Any:
-        is_first = way not in warmed
-        return (*seconds(way, device), *_spans(100.0 if is_first else alone.pop(0)))
+        return (*seconds(way, device), *_spans(alone.pop(0)))
 
     monkeypatch.setattr(timing, "_timed", seconds)
     monkeypatch.setattr(timing, "_timed_rerun", rerun_seconds)
