@@ -100,12 +100,12 @@ class _ModeMeter(LiveStorages):
         _sweep_before_updates()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_counting:
+        if not self.is_counting or checksums.is_running():
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
-        if self._num_muted or checksums.is_running():
+        if self._num_muted:
             return
         is_known = self._entry(storage) is not None
         super()._note_output(storage, is_new=is_new)

@@ -83,8 +83,15 @@ def _sum(tensor: Tensor) -> Tensor:
     weights.mul_(_MULTIPLIER).bitwise_or_(1)
     for piece in map(_wide, _pieces(words, most)):
         # Odd weights: no change of a single element is lost modulo 2**64.
-        total = torch.add((piece * weights[: piece.numel()].view(piece.shape)).sum(), total, alpha=_MULTIPLIER)
+        total = torch.add(_weighted(piece, weights[: piece.numel()]), total, alpha=_MULTIPLIER)
     return total
+
+
+def _weighted(piece: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of the products of two tensors of integers."""
+    if piece.is_cpu and piece.dim() == 1:  # other devices have no dot product of integers
+        return torch.dot(piece, weights)
+    return (piece * weights.view(piece.shape)).sum()
 
 
 def _wide(words: Tensor) -> Tensor:

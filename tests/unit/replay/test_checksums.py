@@ -31,7 +31,7 @@ class _CountSums(TorchDispatchMode):
     num_elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.sum.default:
+        if func in (torch.ops.aten.sum.default, torch.ops.aten.dot.default):
             self.num_elements += args[0].numel()
         return func(*args, **(kwargs or {}))
 
