@@ -24,7 +24,7 @@ SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cp
 # On a busy machine, threads that spin at OpenMP barriers can slow torch down a hundredfold.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo build test cpu device distributed soak coverage integrations newest lint types docs bench sanitize te clean
+.PHONY: demo build test cpu device distributed soak coverage integrations newest lint types docs wheels bench sanitize te clean
 
 demo: $(STAMP)
 	$(BIN)/python -m actckpt demo $(ARGS)
@@ -89,6 +89,11 @@ types: $(STAMP)
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
+# Sdist and wheel of this Python in dist/, checked, and the wheel tried in an empty environment. cibuildwheel builds those of
+# a release (pyproject.toml, RELEASE.md).
+wheels: $(STAMP)
+	$(BIN)/python scripts/package_check dist
+
 bench: $(STAMP)
 	$(BIN)/python -m pytest benchmarks $(ARGS)
 
@@ -134,4 +139,4 @@ $(DOCS)/.installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) $(NEWEST) $(DOCS) build actckpt/*.so *.egg-info
+	rm -rf $(VENV) $(TE_VENV) $(INTEGRATIONS) $(NEWEST) $(DOCS) build dist actckpt/*.so *.egg-info

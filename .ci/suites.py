@@ -1,11 +1,11 @@
 """Everything a change must pass, two suites at a time.
 
 Builds first; then all that runs in one process, two suites beside each other: lint, types, the documentation's site,
-sdist and wheel, the tests with the simulated device, the engine's C++ tests under the sanitizers, code of other
-libraries, TransformerEngine's Python code on the CPU, the newest torch; then what takes two processes, one after the
-other: two ranks, and the other tests. What a suite says lies in build/ci/NAME.log, and is printed in one piece when it
-ends. The table at the end tells what each took; one that took far more than its share fails, too (CONTRIBUTING.md,
-"Shares of time").
+sdist and wheel, which trains in an empty environment, the tests with the simulated device, the engine's C++ tests under
+the sanitizers, code of other libraries, TransformerEngine's Python code on the CPU, the newest torch; then what takes
+two processes, one after the other: two ranks, and the other tests. What a suite says lies in build/ci/NAME.log, and is
+printed in one piece when it ends. The table at the end tells what each took; one that took far more than its share
+fails, too (CONTRIBUTING.md, "Shares of time").
 
 Tests run in an order that follows from the files of the commit: each commit has another one, and a failure repeats.
 """
@@ -63,7 +63,7 @@ STAGES = (
         Suite("device", 6, 'make device WORKERS=0 ARGS="$ORDER"'),
         Suite("lint and types", 1, "make lint types"),
         Suite("docs", 1, "make docs"),
-        Suite("package", 1, ".venv/bin/python scripts/package_check"),
+        Suite("package", 1, "make wheels"),
         Suite("sanitizers", 3, "make sanitize"),
         Suite("integrations", 3, 'make integrations ARGS="$ORDER"'),
         Suite("TransformerEngine", 2, 'make te ARGS="$ORDER"'),

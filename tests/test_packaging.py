@@ -1,6 +1,7 @@
-"""What is built and shipped: no test code, every source, and a build that says what it lacks."""
+"""What is built and shipped: no test code, every source, a build that says what it lacks, and the hosted workflow."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+import actckpt
 from actckpt import _C
 
 _ROOT = Path(__file__).parents[1]
@@ -64,3 +67,26 @@ def test_a_clone_that_is_not_built_says_so(tmp_path: Path) -> None:
     last = found.stderr.splitlines()[-1]
     assert f"imported from {tmp_path / 'actckpt'}, where its C++ extension is not built" in last
     assert "pip install -e ." in last
+
+
+def test_the_hosted_workflow_runs_targets_of_the_makefile() -> None:
+    jobs = yaml.safe_load((_ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    named: list[str] = []
+    for job in jobs.values():
+        chosen = " ".join(job["strategy"]["matrix"].get("target", []))
+        for step in job["steps"]:
+            called = step.get("run", "").replace("${{ matrix.target }}", chosen)
+            for arguments in re.findall(r"\bmake ([^\n&|;]*)", called):
+                named += [word for word in arguments.split() if "=" not in word]
+    targets = re.findall(r"^([\w-]+):", (_ROOT / "Makefile").read_text(), re.MULTILINE)
+    suites = re.findall(r'Suite\(".*", [\d.]+, \'?"?make ([a-z ]+)', (_ROOT / ".ci/suites.py").read_text())
+    assert set(named) <= set(targets)
+    assert {word for suite in suites for word in suite.split()} <= set(named)  # all that .ci/run runs
+
+
+def test_the_changelog_is_that_of_the_version() -> None:
+    text = (_ROOT / "CHANGELOG.md").read_text()
+    unreleased, released = re.findall(r"^## \[(.*?)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)[:2]
+    assert (unreleased, released) == ("Unreleased", actckpt.__version__)
+    section = text.partition(f"## [{released}]")[2].partition("\n## [")[0]
+    assert len(section.split()) <= 500 and len(section.splitlines()) <= 60
