@@ -164,7 +164,7 @@ def test_one_region_over_32_layers(benchmark: Any, capsys: pytest.CaptureFixture
     assert ours.peak_bytes <= 0.35 * results["plain"].peak_bytes
 
 
-#: Model, inputs, and what it takes (docs/usage.md): peak over plain's, operators executed again.
+#: Model, inputs, and what it takes (docs/how-it-works.md): peak over plain's, operators executed again.
 _WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[float, int]]] = {
     "32 layers of Linear(512) and GELU, batch 256": (
         lambda: nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(32))),

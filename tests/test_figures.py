@@ -89,7 +89,7 @@ def test_whole_models_in_one_region_are_those_of_the_results() -> None:
     for name, found in rows.items():
         plain, *ours = found["figures"].values()
         again = [(one["peak"], one["operators_in_backward"] - plain["operators_in_backward"]) for one in ours]
-        _says("docs/usage.md", name.partition("[")[2][:-1], [number for pair in again for number in pair])
+        _says("docs/how-it-works.md", name.partition("[")[2][:-1], [number for pair in again for number in pair])
 
 
 def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:

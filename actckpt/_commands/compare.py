@@ -20,7 +20,7 @@ def add_compare(commands: Any) -> None:
         "compare",
         help="measure a training step under several policies: time, memory and bits",
         description="Run a training step under several policies, which take turns, and compare time, bytes held after\n"
-        "the forward, peak and gradients with those of the step without actckpt (actckpt.compare; docs/usage.md).\n"
+        "the forward, peak and gradients with those of the step without actckpt (actckpt.compare; docs/compare.md).\n"
         "Exit status: 0 equal bit for bit, 1 different, 2 bad arguments, or no plan fits the budget.",
         epilog=f"{FORM_HERE} {FORM}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
