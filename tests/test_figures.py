@@ -362,7 +362,7 @@ def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
 
 
 def test_first_cycles_take_what_the_result_says() -> None:
-    page = (_ROOT / "docs/budgets.md").read_text().replace("\n", " ")
+    page = (_ROOT / "docs/cycles.md").read_text().replace("\n", " ")
     (path,) = (_ROOT / "benchmarks/results").glob("first_cycles_*.json")
     first, further = (
         [f"{ratio:.1f}" for ratio in figures["median"][:3]]

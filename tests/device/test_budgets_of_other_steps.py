@@ -16,7 +16,7 @@ import actckpt
 from actckpt._budget.workspaces import WorkingStorages
 
 _LAYERS = 4
-#: docs/budgets.md: where the first step of a plan exceeds the budget, the one after it is the last under that plan.
+#: docs/cycles.md: where the first step of a plan exceeds the budget, the one after it is the last under that plan.
 _SETTLING = 3
 
 

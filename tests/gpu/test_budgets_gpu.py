@@ -1,7 +1,7 @@
 """Budgets on a GPU: the peak that the CUDA allocator tells is within them, and gradients are those of plain training.
 
 The first step measures. Where a step of the plan exceeds the budget, the third one is the first of another plan: what
-docs/budgets.md promises holds from the fourth step on at the latest.
+docs/cycles.md promises holds from the fourth step on at the latest.
 """
 
 from __future__ import annotations
