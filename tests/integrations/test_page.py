@@ -1,4 +1,4 @@
-"""Every block of code in docs/libraries.md runs."""
+"""Every block of code in docs/libraries.md and docs/transformers.md runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from torchvision_stub import import_timm
 
-_PAGE = Path(__file__).parents[2] / "docs/libraries.md"
-_BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+_PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("libraries.md", "transformers.md")]
+_BLOCKS = [block for page in _PAGES for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 # PEFT uses what Transformers deprecated; Lightning has advice on the example.

@@ -14,7 +14,7 @@ from two_ranks import printed_by_two_ranks
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-_PAGE = Path(__file__).parents[2] / "docs" / "libraries.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 #: Trains a Llama that is sharded on two ranks, by FSDP2 and FSDP1, in several ways; the first rank prints losses and
 #: bytes. accelerate offers FSDP with GPUs only; all that it and the trainer do for it runs here too.
