@@ -35,7 +35,7 @@ _NOT_SHOWN = (
     "actckpt.compare, or solve a plan from a table of costs (actckpt.planner.simulate)."
 )
 
-#: docs/estimate.md has the figures.
+#: docs/estimate-accuracy.md has the figures.
 _ERROR_OF_SECONDS = (
     "Seconds are those of large kernels. Measured on GPUs: 1 to 3 % off where matmuls dominate (a Llama), "
     "55 % too short where convolutions do (a UNet)."
@@ -48,7 +48,7 @@ class EstimatedPolicy:
 
     Attributes:
         name: as passed to `estimate`.
-        seconds: of one step of large kernels, by the rates of the target (docs/estimate.md).
+        seconds: of one step of large kernels, by the rates of the target (docs/estimate-accuracy.md).
         recompute_seconds: of these, recomputation.
         stall_seconds: of these, waiting for the link.
         flops: floating-point operations of matrix products, convolutions and attention.

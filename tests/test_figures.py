@@ -126,12 +126,12 @@ def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
             assert row["estimated_held_bytes"] == row["measured_held_bytes"]
             assert row["estimated_peak_bytes"] == row["measured_peak_bytes"]
     assert all(row["estimated"] == row["true"] for row in figures["batches"].values())
-    text = (_ROOT / "docs/estimate.md").read_text()
+    text = (_ROOT / "docs/estimate-accuracy.md").read_text()
     assert "all were equal to the byte, the batches equal" in text
     for name, row in figures["longchat"].items():
         if name != "actckpt, replay":  # as recompute
             sizes = [row[f"{key}_bytes"] / 2**30 for key in ("held", "peak", "total_peak")]
-            _says("docs/estimate.md", name, [*sizes, row["times_none"]])
+            _says("docs/estimate-accuracy.md", name, [*sizes, row["times_none"]])
 
 
 def test_estimates_for_gpus_are_those_of_the_results() -> None:
@@ -142,7 +142,7 @@ def test_estimates_for_gpus_are_those_of_the_results() -> None:
         errors.setdefault(row["model"], []).append(100 * abs(row["estimated_ms"] / row["measured_ms"] - 1))
     (llama, (unet,)) = (values for model, values in sorted(errors.items()))
     ranges = f"{min(llama):.0f} to {max(llama):.0f} % off", f"{unet:.0f} % too short"
-    for path in ("docs/estimate.md", "actckpt/estimation.py"):
+    for path in ("docs/estimate-accuracy.md", "actckpt/estimation.py"):
         assert all(text in (_ROOT / path).read_text() for text in ranges), path
     for row in rows:
         name = "UNet" if row["model"] == "unet" else "Llama"
@@ -150,7 +150,7 @@ def test_estimates_for_gpus_are_those_of_the_results() -> None:
         sizes = [row[f"{kind}_peak_bytes"] / 2**30 for kind in ("estimated", "measured")]
         times = [row[f"{kind}_ms"] for kind in ("estimated", "measured")]
         error = abs(100 * (times[0] / times[1] - 1))
-        _says("docs/estimate.md", f"{name}, {policy}{row['gpu'].split()[1]}", [*sizes, *times, error])
+        _says("docs/estimate-accuracy.md", f"{name}, {policy}{row['gpu'].split()[1]}", [*sizes, *times, error])
         if name == "Llama":
             assert sizes[0] == pytest.approx(sizes[1], rel=0.01) and times[0] == pytest.approx(times[1], rel=0.05)
 

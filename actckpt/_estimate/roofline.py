@@ -60,7 +60,7 @@ class _Shares(NamedTuple):
 
 #: From the times of all kernels of a step of eight blocks of a Llama (width 4096, 8192 tokens, bfloat16) on an H200
 #: with torch 2.11: cuBLAS at 760e12 operations per second, cuDNN's attention at 585e12 forward and 449e12 backward, all
-#: others at 2.9e12 bytes per second. An H100's time for that step is predicted within 3 % (docs/estimate.md).
+#: others at 2.9e12 bytes per second. An H100's time for that step is predicted within 3 % (docs/estimate-accuracy.md).
 _REACHED = _Shares(products=0.77, attention=0.59, attention_backward=0.45, bytes=0.60)
 _PEAK = _Shares(1.0, 1.0, 1.0, 1.0)
 
