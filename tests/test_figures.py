@@ -116,7 +116,7 @@ def test_bytes_of_models_of_libraries_are_those_of_the_results() -> None:
 def test_bytes_and_collectives_of_several_ranks_are_those_of_the_results() -> None:
     for kind, row in _figures("distributed").items():
         numbers = [(one["held_bytes"] / 1024, one["collectives_in_backward"]) for one in row.values()]
-        _says("docs/distributed.md", kind, [number for pair in numbers for number in pair])
+        _says("docs/collectives.md", kind, [number for pair in numbers for number in pair])
 
 
 def test_estimates_in_the_documentation_are_those_of_the_results() -> None:

@@ -1,4 +1,4 @@
-"""Print the table of docs/distributed.md: `PYTHONPATH=.:tests/contract python tests/distributed/table.py [JSON]`."""
+"""Print the table of docs/collectives.md: `PYTHONPATH=.:tests/contract python tests/distributed/table.py [JSON]`."""
 
 from __future__ import annotations
 
