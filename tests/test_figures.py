@@ -350,7 +350,7 @@ def test_what_differs_with_te_checkpoint_on_a_gpu_is_that_of_the_results(label: 
     found = _result("te_training")["te_checkpoint"]
     for variant in ("reentrant", "hooks"):
         row = found[f"{kind}, {variant}, tracker of generators"]
-        _says("docs/te.md", label, [row["different"], row["of"]])
+        _says("docs/te-differences.md", label, [row["different"], row["of"]])
 
 
 def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:

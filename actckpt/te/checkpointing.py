@@ -38,8 +38,8 @@ def checkpoint(
 ) -> _Result:
     """Run `function` without keeping what it saves for backward; backward runs it again.
 
-    Drop-in for `transformer_engine.pytorch.checkpoint`; docs/te.md lists the differences. Without TransformerEngine it
-    behaves like `actckpt.checkpoint`.
+    Drop-in for `transformer_engine.pytorch.checkpoint`; docs/te-differences.md lists the differences. Without
+    TransformerEngine it behaves like `actckpt.checkpoint`.
 
     Args:
         function: a module or function; called with the other arguments, now and again in backward.

@@ -1,4 +1,4 @@
-"""Where TransformerEngine's own te.checkpoint differs from plain training: not claims about actckpt, but docs/te.md's.
+"""Where TransformerEngine's own te.checkpoint differs from plain training: claims of docs/te-differences.md.
 
 A failure here means that another version does otherwise: see what is said there. What was found is written to the file
 that ACTCKPT_TE_RESULTS names.
