@@ -19,6 +19,11 @@ def _figures(benchmark: str) -> dict[str, Any]:
     return figures
 
 
+def _text(*pages: str) -> str:
+    """Return pages as one line, however their paragraphs are wrapped."""
+    return " ".join(" ".join((_ROOT / page).read_text().split()) for page in pages)
+
+
 def _says(page: str, label: str, values: list[float]) -> None:
     """Check the one table row that begins with `label`: its numbers are these, as far as they are printed."""
     rows = re.findall(rf"^\| {re.escape(label)} \|(.*)$", (_ROOT / page).read_text(), re.MULTILINE)
@@ -79,7 +84,7 @@ def test_steps_with_offload_are_those_of_the_results(width: int) -> None:
     peaks, seconds = [one["peak_rss_bytes"] / 2**30 for one in both], [one["step_seconds"] for one in both]
     _says("docs/benchmarks.md", f"width {width}", peaks + seconds)
     longer = f"{100 * (seconds[1] / seconds[0] - 1):.0f} %"
-    assert longer in (_ROOT / "docs/offload.md").read_text()
+    assert longer in _text("docs/offload.md")
 
 
 def test_whole_models_in_one_region_are_those_of_the_results() -> None:
@@ -93,7 +98,7 @@ def test_whole_models_in_one_region_are_those_of_the_results() -> None:
 
 def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
     ratios = _figures("rerun_overhead")["test_time_over_plain[32]"]["ratios"]
-    text = " ".join((_ROOT / "docs/how-it-works.md").read_text().split())
+    text = _text("docs/how-it-works.md")
     without = [ratios["actckpt"] - ratios[f"actckpt, no {part}"] for part in ("early stop", "random state")]
     assert f"({ratios['actckpt'] - 1:.2f} x plain training" in text
     assert f"{without[0]:.2f} goes with the early stop" in text and f"{without[1]:.2f} with the random state" in text
@@ -125,7 +130,7 @@ def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
             assert row["estimated_held_bytes"] == row["measured_held_bytes"]
             assert row["estimated_peak_bytes"] == row["measured_peak_bytes"]
     assert all(row["estimated"] == row["true"] for row in figures["batches"].values())
-    text = (_ROOT / "docs/estimate-accuracy.md").read_text()
+    text = _text("docs/estimate-accuracy.md")
     assert "all were equal to the byte, the batches equal" in text
     for name, row in figures["longchat"].items():
         if name != "actckpt, replay":  # as recompute
@@ -142,7 +147,7 @@ def test_estimates_for_gpus_are_those_of_the_results() -> None:
     (llama, (unet,)) = (values for model, values in sorted(errors.items()))
     ranges = f"{min(llama):.0f} to {max(llama):.0f} % off", f"{unet:.0f} % too short"
     for path in ("docs/estimate-accuracy.md", "actckpt/estimation.py"):
-        assert all(text in (_ROOT / path).read_text() for text in ranges), path
+        assert all(text in _text(path) for text in ranges), path
     for row in rows:
         name = "UNet" if row["model"] == "unet" else "Llama"
         policy = "" if row["policy"] == "none" else f"{row['policy']}, "
@@ -240,7 +245,7 @@ def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
 
 
 def _gpu_page() -> str:
-    return "".join((_ROOT / f"docs/{name}.md").read_text().replace("\n", " ") for name in ("gpu", "gpu-budgets"))
+    return _text("docs/gpu.md", "docs/gpu-budgets.md")
 
 
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:
@@ -336,15 +341,15 @@ def test_what_differs_with_te_checkpoint_on_a_gpu_is_that_of_the_results(label: 
 
 
 def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
-    page = (_ROOT / "docs/gpu.md").read_text()
+    page = _text("docs/gpu.md")
     runs = _result("gpu_tests")["runs"]
     for run in (runs[2], runs[3], runs[5]):
-        assert f"{run['passed']:,} passed, {run['failed']} failed" in page.replace("\n", " ")
+        assert f"{run['passed']:,} passed, {run['failed']} failed" in page
     assert len(_result("te_training")["passed"]) == runs[1]["passed"] == 166
 
 
 def test_first_cycles_take_what_the_result_says() -> None:
-    page = (_ROOT / "docs/cycles.md").read_text().replace("\n", " ")
+    page = _text("docs/cycles.md")
     (path,) = (_ROOT / "benchmarks/results").glob("first_cycles_*.json")
     first, further = (
         [f"{ratio:.1f}" for ratio in figures["median"][:3]]
