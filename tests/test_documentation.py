@@ -77,6 +77,12 @@ def test_no_page_for_users_names_what_is_private(page: Path) -> None:
     assert not re.findall(r"\bactckpt[./](?:\w+[./])*_(?!_)\w+|\bcsrc/\w+", page.read_text())
 
 
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+def test_pages_but_one_reference_have_at_most_600_words_of_prose(page: Path) -> None:
+    prose = re.sub(r"```.*?```|^\|.*?$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(prose.split()) <= 600 or page.name == "differences.md"
+
+
 @pytest.mark.parametrize("page", [_ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_files_that_are_named_are_there(page: Path) -> None:
     for named in re.findall(r"`((?:actckpt|csrc|tests|scripts)/[\w/]*(?:\.\w+)?)`", page.read_text()):
