@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actckpt._budget.fake_collectives import FakeCollectives
-from actckpt._budget.isolated_block import isolate
+from actckpt._budget.isolated_block import isolate, nodes_behind, with_trained_input
 from actckpt._budget.structure import BlockStructure
 from actckpt._budget.timing import Run
 from actckpt._checkpointed_call import checkpoint_call
@@ -50,3 +50,20 @@ class BlockCall:
         """Return a forward that runs like a block whose plan has this policy."""
         options = CheckpointOptions(policy=policy)
         return lambda *args, **kwargs: checkpoint_call(self.forward, args, kwargs, options, inside=_BLOCK)
+
+    def in_stack(self, result: Any, as_found: Callable[[], contextlib.AbstractContextManager[object]]) -> BlockCall:
+        """Return the call with an input that needs a gradient, if backward is the same but for that gradient.
+
+        Args:
+            as_found: a context in which containers are as the forward found them.
+        """
+        arguments = with_trained_input(self.arguments, result)
+        if arguments is self.arguments:
+            return self
+        trained = dataclasses.replace(self, arguments=arguments)
+        try:
+            with as_found(), trained.isolate() as run:
+                is_same = nodes_behind(run.call()) == nodes_behind(result)
+        except Exception:  # it refuses such an input
+            return self
+        return trained if is_same else self

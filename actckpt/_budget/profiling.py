@@ -5,14 +5,13 @@ profiled needs little more memory than one in which all are checkpointed.
 
 Then the first block of each structure (operators, shapes, dtypes, gradient flow) runs forward and backward a few more
 times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
-parameter hook and no other block is touched. Backward goes only to those inputs and parameters. The input of a block
-that returns a tensor of the same shape needs a gradient there, although that of the first block of a model does not: so
-it has the structure of the blocks after it. Containers and objects
-are as the forward found them (NOTE [ Object state ]). Afterwards random state, module attributes, and the containers
-and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote to in place
-get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and `actckpt.stats`
-does not count them. For sizes up to four times larger or smaller the block does not run again. Its bytes are those of
-the recorded call; its seconds and peaks are scaled (`other_sizes`).
+parameter hook and no other block is touched. Backward goes only to those inputs and parameters. It also goes to the
+input of a model's first block if that changes nothing else: the block then shares the profile of later ones. Containers
+and objects are as the forward found them (NOTE [ Object state ]). Afterwards random state, module attributes, and the
+containers and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote
+to in place get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and
+`actckpt.stats` does not count them. For sizes up to four times larger or smaller the block does not run again. Its
+bytes are those of the recorded call; its seconds and peaks are scaled (`other_sizes`).
 
 Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
 recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
@@ -46,7 +45,7 @@ from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.compiled_blocks import is_compiled, run_compiled
-from actckpt._budget.isolated_block import as_in_stack, attributes_of, counts_calls, holds_input
+from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
 from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
 from actckpt._budget.rng_usage import RngUsage
@@ -142,8 +141,9 @@ class Profiler:
         if structure.is_measured_later:
             return result, None
         check_units(name, structure)
-        call = BlockCall(name, block, forward, as_in_stack((args, kwargs), result), structure)
+        call = BlockCall(name, block, forward, (args, kwargs), structure)
         _note_held(call, result, inputs)
+        call = call.in_stack(result, functools.partial(inputs.as_found, checks=False))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
@@ -259,9 +259,7 @@ def _profiled(
     """
     structure, held = call.structure, held_bytes(call)
     argument_storages = storages_of(list(tensors_in(call.arguments)))
-    writes_to_input = any(
-        id(storage) in structure.written for storage in argument_storages
-    )  # a rerun would read the written input
+    writes_to_input = any(id(storage) in structure.written for storage in argument_storages)
     with modes.without_own():
         with call.isolate() as run:  # its backward may communicate too
             roots = run.roots()
@@ -297,7 +295,7 @@ def _other_bytes(structure: BlockStructure, held: HeldBytes) -> float:
 
 
 def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:
-    if writes_to_input:
+    if writes_to_input:  # a rerun would read what it wrote
         return "it writes to its input"
     if structure.holds_twice_in_rerun():
         return "something else holds what it makes, and would hold what a rerun makes, too"
