@@ -136,7 +136,7 @@ def _totals() -> dict[str, float]:
     return totals
 
 
-def _engines() -> Iterator[_C.HostStats | _C.DeviceStats]:
+def _engines() -> Iterator[_C.CpuStats | _C.DeviceStats]:
     cpu, device = stores.cpu_store(), stores.device_store()
     if cpu is not None:
         yield cpu.stats()

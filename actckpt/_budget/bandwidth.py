@@ -131,12 +131,12 @@ def _spilled(store: CpuStore) -> tuple[float, float]:
     pieces = [torch.full((nbytes,), number, dtype=torch.uint8).untyped_storage() for number in range(_NUM_PIECES)]
     before = store.stats().written_bytes
     began = time.perf_counter()
-    put = [store.engine.put(piece.data_ptr(), nbytes, store.tier, _C.Bytes(piece, 0)) for piece in pieces]
+    put = [store.engine.put(piece.data_ptr(), nbytes, _C.Bytes(piece, 0)) for piece in pieces]
     store.flush()
     written = time.perf_counter()
     store.poll()
     moved_bytes = store.stats().written_bytes - before
-    tickets = [ticket for ticket in put if isinstance(ticket, _C.Ticket)]
+    tickets = [ticket for ticket in put if isinstance(ticket, _C.CpuTicket)]
     pieces = [torch.empty(nbytes, dtype=torch.uint8).untyped_storage() for _ in tickets]
     loaded = time.perf_counter()
     for ticket, piece in zip(tickets, pieces, strict=True):

@@ -10,7 +10,7 @@ from actckpt import _C
 
 __all__ = ["note", "sums"]
 
-Engine = _C.HostEngine | _C.DeviceEngine
+Engine = _C.CpuEngine | _C.DeviceEngine
 
 _lock = threading.RLock()  # the garbage collector may end a store at any time, also while this thread sums up
 _keys = itertools.count()
@@ -43,14 +43,14 @@ def sums() -> "Counter[str]":
         return total
 
 
-def _sums_of(stats: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
+def _sums_of(stats: _C.CpuStats | _C.DeviceStats) -> dict[str, float]:
     sums = {
         "prefetched_reloads": stats.num_prefetched,
         "late_reloads": stats.num_late,
         "stall_seconds": stats.stall_seconds,
         "failed_writes": stats.num_failed_writes,
     }
-    if isinstance(stats, _C.HostStats):  # a failed write keeps the bytes: the put itself always succeeds
+    if isinstance(stats, _C.CpuStats):  # a failed write keeps the bytes: the put itself always succeeds
         kept = {
             "kept_full": stats.num_full_writes,
             "kept_failed": stats.num_failed_writes - stats.num_full_writes,

@@ -16,10 +16,10 @@ _MMAP_THRESHOLD_BYTES = 1 << 20
 
 
 class CpuStore(_C.CpuStore):
-    """A store for CPU tensors: an engine and one of its tiers. See csrc/bind/cpu_store.h."""
+    """A store for CPU tensors: an engine and its spill file. See csrc/bind/cpu_store.h."""
 
-    def __init__(self, engine: _C.HostEngine, tier: _C.ByteStore) -> None:
-        super().__init__(engine, tier)
+    def __init__(self, engine: _C.CpuEngine) -> None:
+        super().__init__(engine)
         counts.note(self, engine)
 
     @classmethod
@@ -28,7 +28,7 @@ class CpuStore(_C.CpuStore):
             _C.fix_mmap_threshold(_MMAP_THRESHOLD_BYTES)
         file = spill_file(settings)
         store = cls.on_file(file, window_bytes=settings.window_bytes, num_workers=settings.num_workers)
-        notices.tell_of_threads(store.stats(), settings.num_workers)
+        notices.tell_of_threads(*store.engine.start_workers(), settings.num_workers)
         return store
 
     @classmethod
@@ -52,16 +52,7 @@ class CpuStore(_C.CpuStore):
                 of the stored tensors; `stats().window_bytes` has the current value.
             num_workers: threads that copy; with 0 callers run every copy.
         """
-        engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
-        return cls(engine, _C.ByteStore.on_disk(file))
-
-    @classmethod
-    def in_memory(
-        cls, *, limit_bytes: int = _UNLIMITED, window_bytes: int | None = 256 << 20, num_workers: int = 2
-    ) -> "CpuStore":
-        """Copy to a host memory pool. This saves nothing for CPU tensors; it is for tests."""
-        engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
-        return cls(engine, _C.ByteStore.in_pool(_C.Pool(limit_bytes=limit_bytes)))
+        return cls(_C.CpuEngine(file, num_workers=num_workers, window_bytes=window_bytes))
 
     @property
     def window_bytes(self) -> int:
@@ -84,6 +75,6 @@ class CpuStore(_C.CpuStore):
         """Wait until no write is queued or running."""
         self.engine.flush()
 
-    def stats(self) -> _C.HostStats:
+    def stats(self) -> _C.CpuStats:
         """Counters since the store was created."""
         return self.engine.stats()

@@ -38,21 +38,21 @@ def tell_of_memory_folder(folder: str) -> None:
     )
 
 
-def tell_of_threads(stats: _C.HostStats, num_asked: int) -> None:
-    """Log if the system granted fewer copy threads than requested."""
-    if stats.num_workers < num_asked:
+def tell_of_threads(num_granted: int, why: str, num_asked: int) -> None:
+    """Log if the system granted fewer copy threads than requested, and why."""
+    if num_granted < num_asked:
         _warn_once(
             "threads",
             "Only %d of %d threads to copy to the spill file could be made: %s. %s Raise the limit of threads (ulimit "
             "-u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with configure(num_workers=...).",
-            stats.num_workers,
+            num_granted,
             num_asked,
-            stats.last_error,
-            "They copy all." if stats.num_workers else "Callers copy, once max_inflight bytes wait.",
+            why,
+            "They copy all." if num_granted else "Callers copy, once max_inflight bytes wait.",
         )
 
 
-def tell_of_writes(stats: _C.HostStats) -> None:
+def tell_of_writes(stats: _C.CpuStats) -> None:
     """Log failed writes of CPU tensors, except those whose source was freed."""
     tell_of_failed_writes(stats.num_failed_writes - stats.num_gone_sources, stats.num_full_writes, stats.last_error)
 

@@ -30,9 +30,9 @@ auto in_python(Body body) {
   }
 }
 
-class CpuTicket final : public StoreTicket {
+class StoredCpuTicket final : public StoreTicket {
  public:
-  CpuTicket(CpuStore* store, TicketPtr ticket, PyObject* device)
+  StoredCpuTicket(CpuStore* store, CpuTicketPtr ticket, PyObject* device)
       : store_(store),
         handle_(store->engine(), std::move(ticket)),
         device_(py::reinterpret_borrow<py::object>(device)) {}
@@ -67,18 +67,18 @@ class CpuTicket final : public StoreTicket {
   py::object new_buffer() const { return allocate_bytes(static_cast<long long>(handle_.nbytes()), device_.ptr()); }
 
   CpuStore* const store_;  // its Python object outlives this
-  TicketHandle handle_;
+  CpuTicketHandle handle_;
   const py::object device_;
 };
 
 }  // namespace
 
-TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
-                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must) {
+CpuTicketPtr put_bytes(CpuEngine& engine, const std::byte* source, std::size_t nbytes, const py::object& keep,
+                       bool must) {
   Reference reference(keep);
   for (;;) {
     Released released;
-    TicketPtr ticket = engine.try_put(source, nbytes, tier, reference.get(), &released);
+    CpuTicketPtr ticket = engine.try_put(source, nbytes, reference.get(), &released);
     if (ticket != nullptr) {
       reference.commit();
       drop_references(released);
@@ -95,7 +95,7 @@ TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nby
 }
 
 // Holds the GIL throughout, so that nobody can drop the reference before it is counted here.
-py::object TicketHandle::look(bool* busy) {
+py::object CpuTicketHandle::look(bool* busy) {
   Released released;
   const Lookup lookup = engine_->look(ticket_, &released);
   *busy = lookup.found == Found::kBusy;
@@ -107,7 +107,7 @@ py::object TicketHandle::look(bool* busy) {
   return kept;
 }
 
-py::object TicketHandle::get() {
+py::object CpuTicketHandle::get() {
   for (;;) {
     bool busy = false;
     py::object kept = look(&busy);
@@ -119,7 +119,7 @@ py::object TicketHandle::get() {
   }
 }
 
-bool TicketHandle::prefetch(std::uintptr_t ptr, const py::object& keep) {
+bool CpuTicketHandle::prefetch(std::uintptr_t ptr, const py::object& keep) {
   Reference reference(keep);
   Released released;
   const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
@@ -130,7 +130,7 @@ bool TicketHandle::prefetch(std::uintptr_t ptr, const py::object& keep) {
   return taken;
 }
 
-py::object TicketHandle::load(std::uintptr_t ptr, const py::object& keep) {
+py::object CpuTicketHandle::load(std::uintptr_t ptr, const py::object& keep) {
   Reference reference(keep);
   Released released;
   bool taken = false;
@@ -145,13 +145,13 @@ py::object TicketHandle::load(std::uintptr_t ptr, const py::object& keep) {
   return get();
 }
 
-void TicketHandle::unload() {
+void CpuTicketHandle::unload() {
   Released released;
   engine_->unload(ticket_, &released);
   drop_references(released);
 }
 
-void TicketHandle::drop() {
+void CpuTicketHandle::drop() {
   Released released;
   engine_->drop(ticket_, &released);
   drop_references(released);
@@ -160,17 +160,17 @@ void TicketHandle::drop() {
 std::unique_ptr<StoreTicket> CpuStore::put(const Source& source, bool must) {
   return in_python([&]() -> std::unique_ptr<StoreTicket> {
     check_writes();
-    TicketPtr ticket = put_bytes(*engine_, to_pointer(static_cast<std::uintptr_t>(source.address)),
-                                 static_cast<std::size_t>(source.nbytes), tier_,
-                                 py::reinterpret_borrow<py::object>(source.bytes), must);
+    CpuTicketPtr ticket =
+        put_bytes(*engine_, to_pointer(static_cast<std::uintptr_t>(source.address)),
+                  static_cast<std::size_t>(source.nbytes), py::reinterpret_borrow<py::object>(source.bytes), must);
     if (ticket == nullptr) return nullptr;
-    return std::make_unique<CpuTicket>(this, std::move(ticket), source.device);
+    return std::make_unique<StoredCpuTicket>(this, std::move(ticket), source.device);
   });
 }
 
 void CpuStore::check_writes() {
   if (engine_->num_failed_writes() == num_told_) return;
-  const HostStats found = engine_->stats();
+  const CpuStats found = engine_->stats();
   num_told_ = found.num_failed_writes;
   call(names().tell_of_writes, py::cast(found).ptr());
 }

@@ -1,4 +1,4 @@
-// The Python objects for a host engine's tickets, and the store of CPU tensors that the offload hooks call directly.
+// The Python objects for a CPU engine's tickets, and the store of CPU tensors that the offload hooks call directly.
 //
 // Thread rule: GIL held; calls that wait release it. Ownership: tickets share the engine; a store's tickets are used
 // while its Python object is alive.
@@ -11,25 +11,25 @@
 #include <memory>
 
 #include "bind/engine.h"
-#include "engine/host/host_engine.h"
+#include "engine/cpu/cpu_engine.h"
 #include "offload/store.h"
 
 namespace actckpt::python {
 
-using EnginePtr = std::shared_ptr<HostEngine>;
+using CpuEnginePtr = std::shared_ptr<CpuEngine>;
 
-// Takes `keep`, which keeps the bytes alive and unchanged, and queues the write. Waits while the window is full; null
+// Takes `keep`, which keeps the bytes alive and unchanged, and starts the write. Waits while the window is full; null
 // instead unless `must`.
-TicketPtr put_bytes(HostEngine& engine, const std::byte* source, std::size_t nbytes,
-                    const std::shared_ptr<ByteStore>& tier, const py::object& keep, bool must);
+CpuTicketPtr put_bytes(CpuEngine& engine, const std::byte* source, std::size_t nbytes, const py::object& keep,
+                       bool must);
 
 // Destruction drops the ticket.
-class TicketHandle {
+class CpuTicketHandle {
  public:
-  TicketHandle(EnginePtr engine, TicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
-  TicketHandle(const TicketHandle&) = delete;
-  TicketHandle& operator=(const TicketHandle&) = delete;
-  ~TicketHandle() { drop(); }
+  CpuTicketHandle(CpuEnginePtr engine, CpuTicketPtr ticket) : engine_(std::move(engine)), ticket_(std::move(ticket)) {}
+  CpuTicketHandle(const CpuTicketHandle&) = delete;
+  CpuTicketHandle& operator=(const CpuTicketHandle&) = delete;
+  ~CpuTicketHandle() { drop(); }
 
   std::size_t nbytes() const { return ticket_->bytes; }
 
@@ -46,25 +46,23 @@ class TicketHandle {
  private:
   py::object look(bool* busy);
 
-  const EnginePtr engine_;
-  const TicketPtr ticket_;
+  const CpuEnginePtr engine_;
+  const CpuTicketPtr ticket_;
 };
 
-// Offloads CPU tensors to one tier of an engine.
+// Offloads CPU tensors to an engine.
 class CpuStore final : public Store {
  public:
-  CpuStore(EnginePtr engine, std::shared_ptr<ByteStore> tier) : engine_(std::move(engine)), tier_(std::move(tier)) {}
+  explicit CpuStore(CpuEnginePtr engine) : engine_(std::move(engine)) {}
 
   std::unique_ptr<StoreTicket> put(const Source& source, bool must) override;
-  EnginePtr engine() const { return engine_; }
-  std::shared_ptr<ByteStore> tier() const { return tier_; }
+  CpuEnginePtr engine() const { return engine_; }
 
   // Logs new failed writes; their tensors stayed.
   void check_writes();
 
  private:
-  const EnginePtr engine_;
-  const std::shared_ptr<ByteStore> tier_;
+  const CpuEnginePtr engine_;
   std::uint64_t num_told_ = 0;
 };
 

@@ -30,7 +30,7 @@ void bind_errors(py::module_& module) {
 void bind_engine(py::module_& module) {
   bind_errors(module);
   bind_memory(module);
-  bind_host(module);
+  bind_cpu(module);
   bind_device(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));

@@ -1,8 +1,7 @@
 // The engine's Python interface, and helpers that the binding files share.
 //
-// CPU tensors: a HostEngine puts bytes into one of its tiers, which are ByteStores in a Pool or a SpillFile. Device
-// tensors: a DeviceEngine, with host memory, and a spill file below pinned memory. Streams are (device, handle), with
-// the driver library's handle:
+// CPU tensors: a CpuEngine writes bytes to a SpillFile. Device tensors: a DeviceEngine, with pinned memory, and a spill
+// file below it. Streams are (device, handle), with the driver library's handle:
 //
 //   ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
 //   if not ticket.use(device, other_stream):                   # the same storage is saved on another stream
@@ -48,7 +47,7 @@ namespace py = pybind11;
 void bind_engine(py::module_& module);
 
 void bind_memory(py::module_& module);
-void bind_host(py::module_& module);
+void bind_cpu(py::module_& module);
 
 // Drops what the engine released. Any Python code may run here.
 inline void drop_references(const Released& released) {

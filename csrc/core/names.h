@@ -158,7 +158,7 @@ namespace actckpt {
   X(pack_parts)     /* of a subclass with inner tensors */ \
   X(is_tracing) \
   X(is_unshared)    /* (tensor) -> whether only this object refers to it and to its memory */ \
-  X(tell_of_writes) /* (HostStats): warns of failed writes */ \
+  X(tell_of_writes) /* (CpuStats): warns of failed writes */ \
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \

@@ -79,8 +79,10 @@ Tested = CpuStore | TestedDeviceStore
 
 
 def store_in_memory(**options: Any) -> Tested:
-    """Return a store that keeps the tensors of the device that tests run on in host memory."""
-    return CpuStore.in_memory(**options) if on_device.device_type == "cpu" else TestedDeviceStore.made(None, **options)
+    """Return a store in pinned memory for the device that tests run on; on the CPU, one in a file."""
+    if on_device.device_type == "cpu":
+        return store_on_disk(config.settings().spill_folder, **options)
+    return TestedDeviceStore.made(None, **options)
 
 
 def store_on_file(file: _C.SpillFile, **options: Any) -> Tested:
@@ -219,7 +221,7 @@ class PythonStore:
         if isinstance(self.inner, DeviceStore):
             return self.inner.put(source, nbytes, must=must)
         address = source.storage.data_ptr() + source.start
-        ticket = self.inner.engine.put(address, nbytes, self.inner.tier, source, must=must)
+        ticket = self.inner.engine.put(address, nbytes, source, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
     @untraced

@@ -157,7 +157,7 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     stores._stores.clear()
     count = counts._sums_of
 
-    def counted(found: _C.HostStats | _C.DeviceStats) -> dict[str, float]:
+    def counted(found: _C.CpuStats | _C.DeviceStats) -> dict[str, float]:
         held.clear()
         gc.collect()
         return count(found)

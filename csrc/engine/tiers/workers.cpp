@@ -17,8 +17,8 @@ constexpr std::chrono::microseconds kLongestPause{500};
 
 }  // namespace
 
-std::shared_ptr<Workers> Workers::make(int num_threads) {
-  return std::shared_ptr<Workers>(new Workers(num_threads), [](Workers* workers) {
+std::shared_ptr<Workers> Workers::make(int num_threads, IfRefused if_refused) {
+  return std::shared_ptr<Workers>(new Workers(num_threads, if_refused), [](Workers* workers) {
     if (!workers->fork_guard_.forked()) {
       delete workers;
     }
@@ -26,45 +26,70 @@ std::shared_ptr<Workers> Workers::make(int num_threads) {
 }
 
 void Workers::start(const Lock&) {
-  if (is_refused_) {
-    return;
-  }
   try {
-    while (!is_stopped_ && static_cast<int>(threads_.size()) < num_threads_) {
+    while (refusal_ == 0 && !is_stopped_ && static_cast<int>(threads_.size()) < num_threads_) {
       threads_.emplace_back(&Workers::work, this);
     }
   } catch (const std::system_error& error) {
-    if (threads_.empty()) {
-      throw OffloadError("No thread can be made to copy between host memory and disk, of " +
-                         std::to_string(num_threads_) +
-                         " that configure(num_workers=...) asks for: " + format_errno(error.code().value()) +
-                         ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
-    }
-    is_refused_ = true;  // the existing ones do all of it
+    refusal_ = error.code().value();  // the existing ones do all of it
   }
 }
 
-void Workers::submit(Job job, bool urgent) {
+void Workers::start_or_throw(const Lock& lock) {
+  start(lock);
+  if (refusal_ != 0 && threads_.empty() && if_refused_ == IfRefused::kThrow) {
+    const int refusal = std::exchange(refusal_, 0);  // the next call tries again
+    throw OffloadError("No thread can be made to copy between host memory and disk, of " +
+                       std::to_string(num_threads_) +
+                       " that configure(num_workers=...) asks for: " + format_errno(refusal) +
+                       ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
+  }
+}
+
+int Workers::start_all(std::string* why) {
   const Lock lock(mutex_);
   start(lock);
-  (urgent ? urgent_ : jobs_).push_back(std::move(job));
-  changed_.notify_one();
+  *why = refusal_ == 0 ? "" : format_errno(refusal_);
+  return static_cast<int>(threads_.size());
+}
+
+Workers::JobId Workers::submit(Job job, bool urgent, bool wakes) {
+  const Lock lock(mutex_);
+  start_or_throw(lock);
+  (urgent ? urgent_ : jobs_).emplace(++last_id_, std::move(job));
+  if (wakes) {
+    changed_.notify_one();
+  }
+  return last_id_;
 }
 
 void Workers::wake() {
   const Lock lock(mutex_);
-  start(lock);
+  start_or_throw(lock);
   if (!std::exchange(is_awake_, true)) {
     changed_.notify_one();
   }
 }
 
+Workers::Job Workers::take(JobId id) {
+  const Lock lock(mutex_);
+  for (Jobs* const jobs : {&urgent_, &jobs_}) {
+    if (auto entry = jobs->extract(id)) {
+      return std::move(entry.mapped());
+    }
+  }
+  return nullptr;
+}
+
+std::size_t Workers::num_queued() {
+  const Lock lock(mutex_);
+  return urgent_.size() + jobs_.size();
+}
+
 Workers::Job Workers::take_job() {
-  for (std::deque<Job>* const jobs : {&urgent_, &jobs_}) {
+  for (Jobs* const jobs : {&urgent_, &jobs_}) {
     if (!jobs->empty()) {
-      Job job = std::move(jobs->front());
-      jobs->pop_front();
-      return job;
+      return std::move(jobs->extract(jobs->begin()).mapped());
     }
   }
   return nullptr;
@@ -125,13 +150,10 @@ void Workers::stop() noexcept {
     return;
   }
   std::vector<std::thread> threads;
-  std::deque<Job> dropped[2];
   {
     const Lock lock(mutex_);
     is_stopped_ = true;
     threads.swap(threads_);
-    dropped[0].swap(urgent_);
-    dropped[1].swap(jobs_);
     changed_.notify_all();
   }
   for (std::thread& thread : threads) {

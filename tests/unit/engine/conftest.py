@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from host_rig import Rig
+from cpu_rig import Rig
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from host_rig import MIB, Rig, load
+from cpu_rig import MIB, Rig, load
 
 from actckpt import _C
 

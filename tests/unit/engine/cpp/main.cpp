@@ -10,8 +10,9 @@
 #include <vector>
 
 #include "check.h"
+#include "engine/cpu/cpu_engine.h"
 #include "engine/errors.h"
-#include "engine/host/host_engine.h"
+#include "engine/memory/pool.h"
 #include "sim/run.h"
 #include "tier_tests.h"
 
@@ -91,8 +92,7 @@ void drop_all(Released* released) {
 
 class TicketUser {
  public:
-  TicketUser(HostEngine* engine, std::shared_ptr<ByteStore> store, std::uint64_t seed)
-      : engine_(engine), store_(std::move(store)), rng_(seed) {}
+  TicketUser(CpuEngine* engine, std::uint64_t seed) : engine_(engine), rng_(seed) {}
 
   void run(int num_steps) {
     for (int i = 0; i < num_steps; ++i) {
@@ -106,7 +106,7 @@ class TicketUser {
 
  private:
   struct Live {
-    TicketPtr ticket;
+    CpuTicketPtr ticket;
     Bytes expected;
   };
 
@@ -114,8 +114,8 @@ class TicketUser {
     const auto owner = std::make_shared<Bytes>(random_bytes(&rng_, 1 + rng_() % 50'000));
     Bytes expected = *owner;
     auto* const keep = new Owner(owner);
-    TicketPtr ticket;
-    while ((ticket = engine_->try_put(owner->data(), owner->size(), store_, keep, &released_)) == nullptr) {
+    CpuTicketPtr ticket;
+    while ((ticket = engine_->try_put(owner->data(), owner->size(), keep, &released_)) == nullptr) {
       engine_->make_room(owner->size());
     }
     live_.push_back({std::move(ticket), std::move(expected)});
@@ -172,25 +172,24 @@ class TicketUser {
   ~TicketUser() { drop_all(&mine_); }
 
  private:
-  HostEngine* const engine_;
-  const std::shared_ptr<ByteStore> store_;
+  CpuEngine* const engine_;
   std::mt19937_64 rng_;
   std::vector<Live> live_;
   Released released_;
   Released mine_;
 };
 
-void test_threads_share_an_engine(const std::string& folder, bool on_disk) {
-  SpillConfig spill;
-  spill.folder = folder;
-  const std::shared_ptr<ByteStore> store =
-      on_disk ? std::shared_ptr<ByteStore>(std::make_shared<DiskStore>(std::make_shared<SpillFile>(spill)))
-              : std::make_shared<PoolStore>(std::make_shared<Pool>(PoolConfig()));
-  HostConfig config;
-  config.window_bytes = 200'000;
-  const auto engine = HostEngine::make(config);
+std::shared_ptr<SpillFile> spill_file(const std::string& folder) {
+  SpillConfig config;
+  config.folder = folder;
+  return std::make_shared<SpillFile>(config);
+}
+
+void test_threads_share_an_engine(const std::string& folder, int num_workers) {
+  const std::shared_ptr<SpillFile> file = spill_file(folder);
+  const auto engine = CpuEngine::make(file, CpuConfig{num_workers, 200'000});
   // References cross threads: each thread drops what its calls were handed.
-  in_threads(4, [&](int seed) { TicketUser(engine.get(), store, static_cast<std::uint64_t>(seed)).run(150); });
+  in_threads(4, [&](int seed) { TicketUser(engine.get(), static_cast<std::uint64_t>(seed)).run(150); });
   engine->flush();
   Released released;
   engine->shutdown();
@@ -200,21 +199,19 @@ void test_threads_share_an_engine(const std::string& folder, bool on_disk) {
   CHECK(engine->stats().num_queued == 0);
   CHECK(engine->stats().stored_bytes == 0);
   CHECK(engine->stats().graveyard_bytes == 0);
+  CHECK(file->stats().disk_bytes == 0);
 }
 
 void test_shutdown_during_copies(const std::string& folder) {
-  SpillConfig spill;
-  spill.folder = folder;
-  const auto store = std::make_shared<DiskStore>(std::make_shared<SpillFile>(spill));
-  const auto engine = HostEngine::make(HostConfig());
+  const auto engine = CpuEngine::make(spill_file(folder), CpuConfig());
   Released released;
-  std::vector<TicketPtr> tickets;
+  std::vector<CpuTicketPtr> tickets;
   for (int i = 0; i < 20; ++i) {
     auto* const keep = new Owner(std::make_shared<Bytes>(100'000));
-    tickets.push_back(engine->try_put((*keep)->data(), 100'000, store, keep, &released));
+    tickets.push_back(engine->try_put((*keep)->data(), 100'000, keep, &released));
   }
   engine->shutdown();
-  for (const TicketPtr& ticket : tickets) {
+  for (const CpuTicketPtr& ticket : tickets) {
     engine->drop(ticket, &released);
   }
   drop_all(&released);
@@ -239,8 +236,8 @@ int main(int argc, char** argv) {
   const std::string folder = argc > 1 ? argv[1] : ".";
   test_threads_share_a_pool();
   test_threads_share_a_spill_file(folder);
-  test_threads_share_an_engine(folder, true);
-  test_threads_share_an_engine(folder, false);
+  test_threads_share_an_engine(folder, 2);
+  test_threads_share_an_engine(folder, 0);
   test_shutdown_during_copies(folder);
   test_threads_share_tiers(folder);
   test_threads_over_a_failing_disk(folder);

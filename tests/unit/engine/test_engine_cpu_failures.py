@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from host_rig import MIB, Make, Rig, load
+from cpu_rig import MIB, Make, Rig, load
 
 from actckpt import _C
 
@@ -32,10 +32,9 @@ def test_a_failing_disk_loses_nothing_and_is_reported(rig: Rig, make_bytes: Make
 
 def test_a_full_limit_loses_nothing(folder: str, make_bytes: Make) -> None:
     file = _C.SpillFile(folder, limit_bytes=MIB)
-    store = _C.ByteStore.on_disk(file)
-    engine = _C.HostEngine(window_bytes=MIB)
+    engine = _C.CpuEngine(file, window_bytes=MIB)
     arrays = [make_bytes(MIB // 2) for _ in range(5)]
-    tickets = [engine.put(a.ctypes.data, a.nbytes, store, a) for a in arrays]
+    tickets = [engine.put(a.ctypes.data, a.nbytes, a) for a in arrays]
     engine.flush()
     assert engine.stats().num_failed_writes == 3
     for ticket, array in zip(tickets, arrays, strict=True):

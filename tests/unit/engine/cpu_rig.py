@@ -1,4 +1,4 @@
-"""An engine for CPU tensors over a disk that misbehaves on demand, for the tests of test_engine_host*.py."""
+"""An engine for CPU tensors over a disk that misbehaves on demand, for the tests of test_engine_cpu*.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Rig:
     def __init__(self, folder: str, *, num_workers: int = 2, window_bytes: int | None = 64 * MIB) -> None:
         self.io = sim.FaultyFileIo()
         self.file = sim.spill_file(folder, self.io)
-        self.store = _C.ByteStore.on_disk(self.file)
-        self.engine = _C.HostEngine(num_workers=num_workers, window_bytes=window_bytes)
+        self.engine = _C.CpuEngine(self.file, num_workers=num_workers, window_bytes=window_bytes)
 
     def faults(self, **values: int | bool) -> None:
         faults = sim.Faults()
@@ -29,13 +28,13 @@ class Rig:
             setattr(faults, name, value)
         self.io.set(faults)
 
-    def put(self, data: np.ndarray) -> _C.Ticket:
-        ticket = self.engine.put(data.ctypes.data, data.nbytes, self.store, data)
-        assert isinstance(ticket, _C.Ticket)
+    def put(self, data: np.ndarray) -> _C.CpuTicket:
+        ticket = self.engine.put(data.ctypes.data, data.nbytes, data)
+        assert isinstance(ticket, _C.CpuTicket)
         return ticket
 
 
-def load(ticket: _C.Ticket) -> np.ndarray:
+def load(ticket: _C.CpuTicket) -> np.ndarray:
     found = ticket.get()
     if found is None:
         out = np.zeros(ticket.nbytes, np.uint8)

@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from host_rig import MIB, Make, Rig, load
+from cpu_rig import MIB, Make, Rig, load
 
 from actckpt import _C
 
@@ -23,7 +23,7 @@ def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) 
     def work(seed: int) -> None:
         rng = random.Random(seed)
         data = np.random.default_rng(seed)
-        live: list[tuple[_C.Ticket, np.ndarray]] = []
+        live: list[tuple[_C.CpuTicket, np.ndarray]] = []
         for _ in range(250):
             choice = rng.random()
             if choice < 0.4 or not live:
@@ -115,10 +115,9 @@ def test_a_process_ends_cleanly_with_copies_in_flight(folder: str, ending: str) 
     script = (
         "import os, sys, numpy as np\n"
         "from actckpt import _C\n"
-        "engine = _C.HostEngine()\n"
-        "store = _C.ByteStore.on_disk(_C.SpillFile(sys.argv[1]))\n"
+        "engine = _C.CpuEngine(_C.SpillFile(sys.argv[1]))\n"
         "data = np.ones(1 << 22, np.uint8)\n"
-        "tickets = [engine.put(data.ctypes.data, data.nbytes, store, data) for _ in range(12)]\n"
+        "tickets = [engine.put(data.ctypes.data, data.nbytes, data) for _ in range(12)]\n"
         f"{ending}\n"
     )
     done = subprocess.run(
@@ -132,14 +131,13 @@ def test_freed_tensors_leave_the_resident_set_after_fix_mmap_threshold(folder: s
         "import sys, numpy as np\n"
         "from actckpt import _C\n"
         "assert _C.fix_mmap_threshold(1 << 20)\n"
-        "engine = _C.HostEngine(window_bytes=16 << 20)\n"
-        "store = _C.ByteStore.on_disk(_C.SpillFile(sys.argv[1]))\n"
+        "engine = _C.CpuEngine(_C.SpillFile(sys.argv[1]), window_bytes=16 << 20)\n"
         "def rss(): return int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "before = rss()\n"
         "tickets = []\n"
         "for i in range(32):\n"
         "    data = np.full(8 << 20, i, np.uint8)\n"
-        "    tickets.append(engine.put(data.ctypes.data, data.nbytes, store, data))\n"
+        "    tickets.append(engine.put(data.ctypes.data, data.nbytes, data))\n"
         "del data\n"
         "engine.flush(); engine.poll()\n"
         "print((rss() - before) / (32 * (8 << 20)))\n"

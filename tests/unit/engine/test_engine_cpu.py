@@ -1,4 +1,4 @@
-"""Tickets of CPU tensors: the way out and back, over pool and disk, reading ahead, the window."""
+"""Tickets of CPU tensors: writes, reads, prefetches, the window."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import weakref
 
 import numpy as np
 import pytest
-from host_rig import MIB, Make, Rig, Wait, load
+from cpu_rig import MIB, Make, Rig, Wait, load
 
 from actckpt import _C
 
 
-@pytest.mark.parametrize("tier", ["pool", "disk"])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_bytes_come_back_from_every_tier(folder: str, make_bytes: Make, tier: str, num_workers: int) -> None:
-    pool = _C.Pool()
-    store = _C.ByteStore.in_pool(pool) if tier == "pool" else _C.ByteStore.on_disk(_C.SpillFile(folder))
-    engine = _C.HostEngine(num_workers=num_workers, window_bytes=MIB)
+def test_bytes_come_back(folder: str, make_bytes: Make, num_workers: int) -> None:
+    file = _C.SpillFile(folder)
+    engine = _C.CpuEngine(file, num_workers=num_workers, window_bytes=MIB)
     arrays = [make_bytes(n) for n in (0, 1, 4097, 100_000, 3 * MIB)]
     copies = [a.copy() for a in arrays]
-    tickets = [engine.put(a.ctypes.data, a.nbytes, store, a) for a in arrays]
+    tickets = [engine.put(a.ctypes.data, a.nbytes, a) for a in arrays]
     engine.flush()
     engine.poll()
     for array in arrays:
@@ -30,7 +28,7 @@ def test_bytes_come_back_from_every_tier(folder: str, make_bytes: Make, tier: st
         assert np.array_equal(load(ticket), copy)
         ticket.drop()
     assert engine.stats().stored_bytes == 0 and engine.stats().num_live == 0
-    assert pool.stats().stored_bytes == 0
+    assert file.stats().disk_bytes == 0
 
 
 def test_the_source_is_held_until_it_is_written_and_then_released(rig: Rig, make_bytes: Make, wait_until: Wait) -> None:
@@ -160,12 +158,12 @@ def test_a_put_that_may_not_wait_keeps_where_the_window_is_full(folder: str, mak
     first, second = make_bytes(MIB), make_bytes(1)
     ticket = rig.put(first)
     count = sys.getrefcount(second)
-    kept = rig.engine.put(second.ctypes.data, second.nbytes, rig.store, second, must=False)
+    kept = rig.engine.put(second.ctypes.data, second.nbytes, second, must=False)
     assert kept == _C.Kept.BUSY and sys.getrefcount(second) == count
     assert rig.engine.stats().num_kept_busy == 1 and rig.engine.stats().stall_seconds == 0
     rig.engine.flush()
-    again = rig.engine.put(second.ctypes.data, second.nbytes, rig.store, second, must=False)
-    assert isinstance(again, _C.Ticket) and np.array_equal(load(ticket), first)
+    again = rig.engine.put(second.ctypes.data, second.nbytes, second, must=False)
+    assert isinstance(again, _C.CpuTicket) and np.array_equal(load(ticket), first)
 
 
 def test_inline_loads_and_waits_for_the_window_are_stalls(folder: str, make_bytes: Make) -> None:

@@ -7,7 +7,7 @@ import weakref
 
 import numpy as np
 import pytest
-from host_rig import MIB, Make, Rig, Wait, load
+from cpu_rig import MIB, Make, Rig, Wait, load
 
 from actckpt import _C
 
