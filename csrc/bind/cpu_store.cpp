@@ -78,17 +78,14 @@ CpuTicketPtr put_bytes(CpuEngine& engine, const std::byte* source, std::size_t n
   Reference reference(keep);
   for (;;) {
     Released released;
-    CpuTicketPtr ticket = engine.try_put(source, nbytes, reference.get(), &released);
+    CpuTicketPtr ticket = engine.try_put(source, nbytes, reference.get(), must, &released);
     if (ticket != nullptr) {
       reference.commit();
       drop_references(released);
       return ticket;
     }
     drop_references(released);
-    if (!must) {
-      engine.count_kept_busy();
-      return nullptr;
-    }
+    if (!must) return nullptr;
     const py::gil_scoped_release no_gil;
     engine.make_room(nbytes);
   }
@@ -122,7 +119,7 @@ py::object CpuTicketHandle::get() {
 bool CpuTicketHandle::prefetch(std::uintptr_t ptr, const py::object& keep) {
   Reference reference(keep);
   Released released;
-  const bool taken = engine_->start_load(ticket_, to_pointer(ptr), reference.get(), &released);
+  const bool taken = engine_->load(ticket_, to_pointer(ptr), reference.get(), false, &released);
   if (taken) {
     reference.commit();
   }
@@ -136,7 +133,7 @@ py::object CpuTicketHandle::load(std::uintptr_t ptr, const py::object& keep) {
   bool taken = false;
   {
     const py::gil_scoped_release no_gil;
-    taken = engine_->load_here(ticket_, to_pointer(ptr), reference.get(), &released);
+    taken = engine_->load(ticket_, to_pointer(ptr), reference.get(), true, &released);
   }
   if (taken) {
     reference.commit();

@@ -55,13 +55,15 @@ void CpuEngine::note_change() {
   changed_.notify_all();
 }
 
-CpuTicketPtr CpuEngine::try_put(const std::byte* src, std::size_t bytes, KeepAlive source, Released* released) {
+CpuTicketPtr CpuEngine::try_put(const std::byte* src, std::size_t bytes, KeepAlive source, bool must,
+                                Released* released) {
   fork_guard_.check("put");
   auto ticket = std::make_shared<CpuTicket>(src, bytes, source);
   const Lock lock(mutex_);
   check_usable("put");
   hand_over(released);
   if (!fits(bytes)) {
+    stats_.num_kept_busy += must ? 0 : 1;
     return nullptr;
   }
   const bool wakes = stats_.inflight_bytes + bytes >= kWakeBytes;
@@ -96,11 +98,6 @@ void CpuEngine::make_room(std::size_t bytes) {
   const Stopwatch watch;
   help_until(&lock, "put", [&] { return fits(bytes); });
   stats_.stall_seconds += watch.seconds();
-}
-
-void CpuEngine::count_kept_busy() {
-  const Lock lock(mutex_);
-  ++stats_.num_kept_busy;
 }
 
 CpuEngine::Stored CpuEngine::written(const CpuTicket& ticket) {
@@ -195,67 +192,48 @@ Lookup CpuEngine::look(const CpuTicketPtr& ticket, Released* released) {
   return {Found::kDestination, load->keep};
 }
 
-CpuEngine::LoadPtr CpuEngine::add_load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep) {
+bool CpuEngine::load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, bool waits, Released* released) {
+  fork_guard_.check("load");
+  Lock lock(mutex_);
   check_usable("load");
+  hand_over(released);
   if (ticket->is_dropped) {
     throw OffloadError("load: this ticket was dropped.");
   }
-  if (ticket->source != nullptr) {
-    ticket->is_wanted = true;
-    return nullptr;
-  }
-  if (ticket->load != nullptr) {
-    return nullptr;
-  }
-  ticket->load = std::make_shared<CpuLoad>(dst, keep);
-  return ticket->load;
-}
-
-bool CpuEngine::start_load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released) {
-  fork_guard_.check("prefetch");
-  const Lock lock(mutex_);
-  hand_over(released);
-  const LoadPtr load = add_load(ticket, dst, keep);
-  if (load == nullptr) {
+  ticket->is_wanted = ticket->is_wanted || ticket->source != nullptr;
+  if (ticket->source != nullptr || ticket->load != nullptr) {
     return false;
   }
-  load->job = workers_->submit([this, ticket, load, stored = ticket->stored] { read(ticket, load, stored); }, true);
-  return true;
-}
-
-bool CpuEngine::load_here(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released) {
-  fork_guard_.check("load");
-  Lock lock(mutex_);
-  hand_over(released);
-  const LoadPtr load = add_load(ticket, dst, keep);
-  if (load == nullptr) {
-    return false;
+  const auto load = std::make_shared<CpuLoad>(dst, keep);
+  Workers::Job job = [this, ticket, load, stored = ticket->stored] { read(ticket, load, stored); };
+  if (!waits) {
+    load->job = workers_->submit(std::move(job), true);
   }
-  const Stopwatch watch;
-  count_once(load.get(), &stats_.num_late);
-  const Stored stored = ticket->stored;
-  lock.unlock();
-  read(ticket, load, stored);
-  lock.lock();
-  stats_.stall_seconds += watch.seconds();
+  ticket->load = load;
+  if (waits) {
+    finish(&lock, load, job);
+  }
   return true;
 }
 
 void CpuEngine::wait(const CpuTicketPtr& ticket) {
   fork_guard_.check("get");
   Lock lock(mutex_);
-  const LoadPtr load = ticket->load;
-  if (load == nullptr) {
-    return;
+  if (const LoadPtr load = ticket->load) {
+    finish(&lock, load, workers_->take(load->job));
   }
+}
+
+// Runs the job of a load, or waits for whoever runs it.
+void CpuEngine::finish(Lock* lock, const LoadPtr& load, const Workers::Job& job) {
   const Stopwatch watch;
   count_once(load.get(), &stats_.num_late);
-  if (const Workers::Job job = workers_->take(load->job)) {
-    lock.unlock();
+  if (job != nullptr) {
+    lock->unlock();
     job();
-    lock.lock();
+    lock->lock();
   } else {
-    changed_.wait(lock, [&] { return load->has_ended; });
+    changed_.wait(*lock, [&] { return load->has_ended; });
   }
   stats_.stall_seconds += watch.seconds();
 }

@@ -10,10 +10,10 @@
 // NOTE [CPU copies]: a job of the workers runs a copy without the lock, and records its end under it. Until a job has
 // started, `Workers::take` cancels it, or hands it to a caller that waits. A dropped ticket, or an abandoned load,
 // whose job is running is the graveyard: source, destination and stored bytes stay until the job ends. Thread rule:
-// every call from any thread. Only make_room, wait, load_here, flush and shutdown block. While the mutex is held, no
-// copy runs, no reference is dropped and no foreign code is called; jobs are submitted and taken. Workers never touch
-// Python: once they have released something, they call `tell_released`, whose caller collects it. Ownership: shares the
-// file. KeepAlives are returned through Released lists.
+// every call from any thread. Only make_room, wait, load with `waits`, flush and shutdown block. While the mutex is
+// held, no copy runs, no reference is dropped and no foreign code is called; jobs are submitted and taken. Workers
+// never touch Python: once they have released something, they call `tell_released`, whose caller collects it.
+// Ownership: shares the file. KeepAlives are returned through Released lists.
 
 #pragma once
 
@@ -61,7 +61,7 @@ struct CpuStats {
   std::uint64_t num_gone_sources = 0;  // of these: the source's memory was freed
   std::uint64_t num_kept_busy = 0;     // puts that must not wait for the window
   std::uint64_t kept_bytes = 0;        // sources held because their write failed
-  double stall_seconds = 0.0;          // callers' time in make_room, wait and load_here
+  double stall_seconds = 0.0;          // callers' time in make_room, wait and load
   std::string last_error;              // of a write
 };
 
@@ -110,10 +110,9 @@ class CpuEngine {
   CpuEngine& operator=(const CpuEngine&) = delete;
 
   // Takes `source`, which keeps src[:bytes] alive and unchanged, and starts the write. Returns null and takes nothing
-  // when the window is full: then `make_room(bytes)` and try again.
-  CpuTicketPtr try_put(const std::byte* src, std::size_t bytes, KeepAlive source, Released* released);
+  // when the window is full: then `make_room(bytes)` and try again. Without `must` the tensor stays, and is counted.
+  CpuTicketPtr try_put(const std::byte* src, std::size_t bytes, KeepAlive source, bool must, Released* released);
   void make_room(std::size_t bytes);
-  void count_kept_busy();
 
   // A number that changes with every failed write; no lock.
   std::uint64_t num_failed_writes() const { return num_failed_writes_; }
@@ -121,15 +120,12 @@ class CpuEngine {
   // Never waits. Throws the error of a failed load (once: the next load tries again).
   Lookup look(const CpuTicketPtr& ticket, Released* released);
 
-  // Starts reading into `dst`, which `keep` keeps alive. False, and `keep` is not taken, if there is no need: the
-  // source is still held (and now stays), or a load exists already.
-  bool start_load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released);
+  // Starts to read into `dst`, which `keep` keeps alive; with `waits` reads in this thread. False, and `keep` is not
+  // taken, if there is no need: the source is still held (and now stays), or a load exists already.
+  bool load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, bool waits, Released* released);
 
   // Waits until the ticket's load has ended; runs it in this thread if no worker has started it.
   void wait(const CpuTicketPtr& ticket);
-
-  // The same as start_load and wait, but no worker is woken.
-  bool load_here(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep, Released* released);
 
   // Releases destination and revived source; the ticket can be loaded again.
   void unload(const CpuTicketPtr& ticket, Released* released);
@@ -167,7 +163,7 @@ class CpuEngine {
   void write(const CpuTicketPtr& ticket);
   Stored written(const CpuTicket& ticket);
   void read(const CpuTicketPtr& ticket, const LoadPtr& load, const Stored& stored);
-  LoadPtr add_load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep);
+  void finish(Lock* lock, const LoadPtr& load, const Workers::Job& job);
   void abandon_load(CpuTicket* ticket);
   void release(KeepAlive* keep);
   void hand_over(Released* released);

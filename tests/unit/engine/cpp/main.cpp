@@ -115,7 +115,7 @@ class TicketUser {
     Bytes expected = *owner;
     auto* const keep = new Owner(owner);
     CpuTicketPtr ticket;
-    while ((ticket = engine_->try_put(owner->data(), owner->size(), keep, &released_)) == nullptr) {
+    while ((ticket = engine_->try_put(owner->data(), owner->size(), keep, true, &released_)) == nullptr) {
       engine_->make_room(owner->size());
     }
     live_.push_back({std::move(ticket), std::move(expected)});
@@ -124,9 +124,7 @@ class TicketUser {
   void load(const Live& live, bool here) {
     const auto owner = std::make_shared<Bytes>(live.expected.size());
     auto* const keep = new Owner(owner);
-    const bool taken = here ? engine_->load_here(live.ticket, owner->data(), keep, &released_)
-                            : engine_->start_load(live.ticket, owner->data(), keep, &released_);
-    if (!taken) {
+    if (!engine_->load(live.ticket, owner->data(), keep, here, &released_)) {
       delete keep;
     }
   }
@@ -208,7 +206,7 @@ void test_shutdown_during_copies(const std::string& folder) {
   std::vector<CpuTicketPtr> tickets;
   for (int i = 0; i < 20; ++i) {
     auto* const keep = new Owner(std::make_shared<Bytes>(100'000));
-    tickets.push_back(engine->try_put((*keep)->data(), 100'000, keep, &released));
+    tickets.push_back(engine->try_put((*keep)->data(), 100'000, keep, true, &released));
   }
   engine->shutdown();
   for (const CpuTicketPtr& ticket : tickets) {
