@@ -168,25 +168,26 @@ Lookup CpuEngine::look(const CpuTicketPtr& ticket, Released* released) {
   fork_guard_.check("get");
   const Lock lock(mutex_);
   check_usable("get");
-  hand_over(released);
   if (ticket->is_dropped) {
     throw OffloadError("get: this ticket was dropped.");
   }
+  CpuLoad* const load = ticket->load.get();
+  if (load != nullptr && load->error != nullptr) {
+    const std::exception_ptr error = load->error;
+    abandon_load(ticket.get());
+    std::rethrow_exception(error);
+  }
+  hand_over(released);
   if (ticket->source != nullptr) {
     ticket->is_wanted = true;
     ++stats_.num_revived;
     return {Found::kSource, ticket->source};
   }
-  CpuLoad* const load = ticket->load.get();
   if (load == nullptr) {
     return {Found::kNothing, nullptr};
   }
   if (!load->has_ended) {
     return {Found::kBusy, nullptr};
-  }
-  if (const std::exception_ptr error = load->error) {
-    abandon_load(ticket.get());
-    std::rethrow_exception(error);
   }
   count_once(load, &stats_.num_prefetched);
   return {Found::kDestination, load->keep};
@@ -196,10 +197,10 @@ bool CpuEngine::load(const CpuTicketPtr& ticket, std::byte* dst, KeepAlive keep,
   fork_guard_.check("load");
   Lock lock(mutex_);
   check_usable("load");
-  hand_over(released);
   if (ticket->is_dropped) {
     throw OffloadError("load: this ticket was dropped.");
   }
+  hand_over(released);  // what throws hands over nothing
   ticket->is_wanted = ticket->is_wanted || ticket->source != nullptr;
   if (ticket->source != nullptr || ticket->load != nullptr) {
     return false;

@@ -62,6 +62,24 @@ def test_an_altered_byte_raises_in_get_and_never_returns(rig: Rig, make_bytes: M
     assert np.array_equal(load(ticket), data)  # a second try may succeed
 
 
+def test_a_get_that_raises_drops_what_was_written_meanwhile(folder: str, make_bytes: Make) -> None:
+    rig = Rig(folder, num_workers=0)
+    ticket = rig.put(make_bytes(MIB))
+    rig.engine.flush()
+    rig.engine.poll()
+    rig.faults(alter_read_at=777)
+    out, data = np.zeros(MIB, np.uint8), make_bytes(MIB)
+    ticket.prefetch(out.ctypes.data, out)
+    alive = weakref.ref(data)
+    other = rig.put(data)
+    del data
+    rig.engine.flush()
+    with pytest.raises(_C.OffloadReadError, match="checksum"):
+        ticket.get()
+    rig.engine.poll()
+    assert alive() is None and other.get() is None
+
+
 def test_references_come_back_when_put_fails(rig: Rig, make_bytes: Make) -> None:
     rig.engine.shutdown()
     data = make_bytes(10)
