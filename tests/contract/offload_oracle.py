@@ -79,9 +79,12 @@ Tested = CpuStore | TestedDeviceStore
 
 
 def store_in_memory(**options: Any) -> Tested:
-    """Return a store in pinned memory for the device that tests run on; on the CPU, one in a file."""
+    """Return a store in pinned memory for the device that tests run on; on the CPU, one in a file.
+
+    Then callers run every copy, so that what is alive does not depend on when a thread ends one.
+    """
     if on_device.device_type == "cpu":
-        return store_on_disk(config.settings().spill_folder, **options)
+        return store_on_disk(config.settings().spill_folder, **{"num_workers": 0, **options})
     return TestedDeviceStore.made(None, **options)
 
 
