@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The version of TransformerEngine whose code `make te` runs; 2.9.0 is the oldest that is known.
-TE_VERSION ?= 2.20.2
+# The versions of TransformerEngine whose code `make te` runs: the oldest and the newest that are known.
+TE_VERSION ?= 2.9.0 2.20.2
 TE_VENV ?= .venv-te
 INTEGRATIONS ?= .venv-integrations
 # The newest torch of the registry, installed once: remove the folder to take a newer one.
@@ -103,7 +103,9 @@ sanitize:
 
 # TransformerEngine's Python code on the CPU, in an environment of its own. ARGS="-k ..." picks tests.
 te: $(STAMP)
-	PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$(TE_VERSION)" scripts/te_on_cpu $(ARGS)
+	set -e; for version in $(TE_VERSION); do \
+		PYTHON="$(PYTHON)" TE_VENV="$(TE_VENV)" TE_VERSION="$$version" scripts/te_on_cpu $(ARGS); \
+	done
 
 # torch first and pinned: a range would pull another build of it. pip's -v shows each source that is compiled.
 $(STAMP): $(SOURCES)

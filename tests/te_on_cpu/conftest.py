@@ -44,6 +44,18 @@ def te(loaded: Any) -> Iterator[Any]:
     training.reset()
 
 
+@pytest.fixture
+def anew(te: Any) -> Iterator[None]:
+    """The extension is registered at the next region, and has warned of nothing."""
+    from actckpt.te import registration
+
+    registration.ignore()
+    registration.await_te()
+    yield
+    registration.ignore()
+    registration.await_te()
+
+
 @pytest.fixture(scope="session")
 def expected(loaded: Any) -> Callable[[Setting], dict[str, Any]]:
     """Return the results of plain training, computed once per setting."""

@@ -32,9 +32,14 @@ def _run(te: Any, recipe: str, call: Any, *, is_training: bool = True, **options
     return [*outputs, *(parameter.grad for parameter in module.parameters()), training.scales(module)]
 
 
-def test_fused_operations_with_delayed_scaling_raise_in_forward(te: Any) -> None:
+@pytest.mark.parametrize("number", ["first", "later"])
+def test_fused_operations_with_delayed_scaling_raise_in_forward(te: Any, number: str) -> None:
+    def later(module: Any, x: torch.Tensor) -> Any:
+        module(x)  # outside of regions it is none of our business
+        return actckpt.checkpoint(module, x)
+
     with pytest.raises(TransformerEngineError, match=r"te\.ops with delayed scaling .*inside a region"):
-        fused_ops("delayed", te, actckpt.checkpoint)
+        fused_ops("delayed", te, actckpt.checkpoint if number == "first" else later)
 
 
 def test_a_module_that_recomputes_itself_raises_with_delayed_scaling_only(te: Any) -> None:
@@ -69,6 +74,7 @@ def test_second_derivatives_through_wrapped_modules_raise(te: Any) -> None:
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
 
 
+@pytest.mark.usefixtures("anew")
 def test_what_transformer_engine_offloads_itself_is_left_to_it(te: Any) -> None:
     """Its offloader needs pinned memory before 2.10, which the emulation has not."""
     from transformer_engine.pytorch import cpu_offload

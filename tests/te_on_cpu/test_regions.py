@@ -50,15 +50,6 @@ def test_casts_of_weights_that_are_kept_between_microbatches(
     assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_policy_per_module(te: Any, expected: Expected, recipe: str) -> None:
-    def prepare(model: Any) -> None:
-        actckpt.te.wrap(model, {"self_attention": "offload", "layernorm_mlp": "recompute"}, min_bytes=0)
-
-    setting = Setting(recipe, tracker="generators")
-    assert differing(train(te, setting, prepare=prepare), expected(setting)) == []
-
-
 @pytest.mark.parametrize("kind", ["generators", "unknown bytes"])
 def test_a_tracker_that_is_given_is_restored(te: Any, expected: Expected, kind: str) -> None:
     def method_of(get_tracker: Any) -> Any:

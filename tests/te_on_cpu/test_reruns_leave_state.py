@@ -48,14 +48,23 @@ def _equal(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def differs(te: Any, program: Program) -> list[str]:
+def _nested(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return actckpt.checkpoint(lambda *args: actckpt.checkpoint(function, *args, **kwargs), *args)
+
+
+def differs(te: Any, program: Program, call: Callable[..., Any] = actckpt.checkpoint) -> list[str]:
     """Return what differs from plain training after a program with `checkpoint`."""
-    return _differing(_held(te, program, actckpt.checkpoint), _held(te, program, _plain))
+    return _differing(_held(te, program, call), _held(te, program, _plain))
 
 
 @pytest.mark.parametrize("name", _PROGRAMS)
 def test_all_that_transformer_engine_holds_is_as_after_plain_training(te: Any, name: str) -> None:
     assert differs(te, _PROGRAMS[name]) == []
+
+
+@pytest.mark.parametrize("name", [*OF_OPS, *OTHERS])
+def test_the_same_in_nested_regions(te: Any, name: str) -> None:
+    assert differs(te, _PROGRAMS[name], _nested) == []
 
 
 @pytest.mark.parametrize("kind", ["Linear", "LayerNormMLP"])

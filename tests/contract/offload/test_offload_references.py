@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from offload_oracle import faults, faulty_store, flush, store_of_kind, two_tensor
 from oracle import leaf, ours
 from references import STEPS, SavesBoth, assert_references_flat, chain, fails, sines
-from te_fakes import Recipe, installed
 
 import actckpt
 
@@ -77,20 +76,3 @@ def test_a_context_around_the_training_loop_gives_every_reference_back() -> None
     x = leaf(2, 4)
     with actckpt.offload(min_bytes=0):
         assert_references_flat(lambda: chain(x * 2).sum().backward())
-
-
-# TransformerEngine's modules, as fakes.
-
-
-@pytest.mark.parametrize("kind", ["checkpoint", "region", "offload"])
-def test_quantized_modules_give_every_reference_back(kind: str) -> None:
-    with installed() as te:
-        layer, x = te.Linear(4), leaf(2, 4)
-        around = {"checkpoint": nullcontext, "region": actckpt.region, "offload": lambda: actckpt.offload(min_bytes=0)}
-
-        def step() -> None:
-            with te.autocast(True, Recipe("delayed")), around[kind]():
-                y = ours(layer, x) if kind == "checkpoint" else layer(x)
-            y.sum().backward()
-
-        assert_references_flat(step)

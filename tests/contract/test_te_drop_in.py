@@ -1,4 +1,4 @@
-"""`actckpt.te.checkpoint` takes what `transformer_engine.pytorch.checkpoint` takes."""
+"""`actckpt.te.checkpoint` takes what `transformer_engine.pytorch.checkpoint` takes, also without it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 import torch
 import torch.distributed
 from oracle import assert_equal, leaf
-from te_fakes import FakeTracker
-from te_oracle import make_model
 
 import actckpt
 
@@ -26,7 +24,7 @@ def test_without_transformer_engine_it_is_actckpts_checkpoint() -> None:
     assert_equal(x.grad, 2 * (2 * x.detach()).exp())
 
 
-def test_the_functions_own_keywords_are_passed_on(te: Any) -> None:
+def test_the_functions_own_keywords_are_passed_on() -> None:
     def function(x: torch.Tensor, *, early_stop: int, policy: str, preserve_rng_state: str) -> torch.Tensor:
         assert (early_stop, policy, preserve_rng_state) == (1, "a", "b")
         return x.exp()
@@ -34,11 +32,23 @@ def test_the_functions_own_keywords_are_passed_on(te: Any) -> None:
     actckpt.te.checkpoint(function, leaf(3), early_stop=1, policy="a", preserve_rng_state="b").sum().backward()
 
 
-def test_positional_options_of_old_versions_warn_and_work(te: Any) -> None:
-    _, get_tracker = make_model(te, tracker=FakeTracker)
-    x = leaf(3)
+class Tracker:
+    """A tracker of one generator, as Megatron's: states by name."""
+
+    def __init__(self) -> None:
+        self.states = {"data": torch.Generator().get_state()}
+
+    def get_states(self) -> dict[str, torch.Tensor]:
+        return self.states
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        self.states = states
+
+
+def test_positional_options_of_old_versions_warn_and_work() -> None:
+    x, tracker = leaf(3), Tracker()
     with pytest.warns(DeprecationWarning, match="by name"):
-        y = actckpt.te.checkpoint(lambda a, b: (a * b).exp(), False, get_tracker, None, x, 2.0)
+        y = actckpt.te.checkpoint(lambda a, b: (a * b).exp(), False, lambda: tracker, None, x, 2.0)
     y.sum().backward()
     assert_equal(x.grad, 2 * (2 * x.detach()).exp())
     with warnings.catch_warnings():
@@ -46,7 +56,7 @@ def test_positional_options_of_old_versions_warn_and_work(te: Any) -> None:
         actckpt.te.checkpoint(lambda flag, a: a.exp() if flag else a, True, x).sum().backward()
 
 
-def test_use_reentrant_is_ignored_with_one_warning(te: Any, monkeypatch: Any) -> None:
+def test_use_reentrant_is_ignored_with_one_warning(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys.modules["actckpt.te.checkpointing"], "_has_warned_of_reentrant", False)
     with pytest.warns(UserWarning, match="use_reentrant=True is ignored") as caught:
         for _ in range(3):
@@ -55,7 +65,7 @@ def test_use_reentrant_is_ignored_with_one_warning(te: Any, monkeypatch: Any) ->
     actckpt.te.checkpoint(torch.exp, leaf(3), use_reentrant=False).sum().backward()
 
 
-def test_context_fn_is_entered_also_without_grad_mode(te: Any) -> None:
+def test_context_fn_is_entered_also_without_grad_mode() -> None:
     log: list[str] = []
 
     @contextmanager
@@ -72,18 +82,10 @@ def test_context_fn_is_entered_also_without_grad_mode(te: Any) -> None:
     assert log == ["forward", "rerun", "forward"]
 
 
-def test_saved_tensors_of_a_checkpointed_module_are_no_longer_spread_over_fsdp(te: Any) -> None:
-    layer, other = te.Linear(), te.Linear()
-    actckpt.te.checkpoint(layer, leaf(4, 8))
-    assert (layer.fsdp_wrapped, layer.fsdp_group) == (False, None)
-    actckpt.te.checkpoint(lambda x: other(x), leaf(4, 8))
-    assert (other.fsdp_wrapped, other.fsdp_group) == (True, "group")
-
-
 @pytest.mark.parametrize(
     ("args", "match"), [((), "no argument"), ((3.0,), "it is float"), ((torch.ones(2).to_sparse(),), "dense tensor")]
 )
-def test_distributing_needs_groups_and_a_tensor(te: Any, args: Any, match: str, monkeypatch: Any) -> None:
+def test_distributing_needs_groups_and_a_tensor(args: Any, match: str, monkeypatch: Any) -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         actckpt.te.checkpoint(torch.exp, leaf(3), distribute_saved_activations=True)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
