@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import brute_force
 import numpy
 import pytest
 
@@ -23,6 +24,8 @@ def test_a_table_survives_the_way_through_json(table: Table, tmp_path: Path) -> 
     costs.to_json(tmp_path / "costs.json")
     assert CostTable.from_json(tmp_path / "costs.json") == costs == CostTable.from_dict(costs.to_dict())
     assert json.loads((tmp_path / "costs.json").read_text())["version"] == 1
+    for drawn in map(CostTable.from_dict, map(brute_force.random_table, range(20))):  # fields that `table` lacks
+        assert CostTable.from_dict(drawn.to_dict()) == drawn
 
 
 def test_fields_are_read_as_they_are_written(table: Table) -> None:
@@ -134,6 +137,10 @@ _BAD: dict[str, tuple[Callable[[Table], Any], str]] = {
         "attention.no_rerun says why there is no rerun, and rerun is true. Leave out one",
     ),
     "no reason": (_class(no_rerun=""), "attention.no_rerun is ''. It must be a text that is not empty."),
+    "negative recording": (_class(recording_s=-1), "attention.recording_s is -1. It must be a number of seconds"),
+    "negative offloading": (_value(0, offload_s=-1), f"{_VALUES}[0].offload_s is -1. It must be a number of seconds"),
+    "negative replay": (_class(recompute_bytes=-1), "attention.recompute_bytes is -1. It must be a number of bytes"),
+    "negative rerun's bytes": (_class(rerun_bytes=-1), "attention.rerun_bytes is -1. It must be a number of bytes"),
     "negative rerun": (_class(rerun_s=-2), "attention.rerun_s is -2. It must be a number of seconds from 0 on."),
     "misspelt class": (_class(foward_s=1), "attention has an unknown field 'foward_s'; nearest: 'forward_s'"),
     "misspelt top": (_table(d2h_bytes_per_sec=1), "nearest: 'd2h_bytes_per_s'"),

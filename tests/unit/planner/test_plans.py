@@ -10,7 +10,7 @@ import pytest
 
 from actckpt import Action, __version__, cli
 from actckpt.errors import CostTableError
-from actckpt.planner import CostTable, Plan, simulate, solve
+from actckpt.planner import CostTable, Plan, PlanInfeasibleError, simulate, solve
 from actckpt.planner.plans import Raced
 
 
@@ -200,6 +200,42 @@ def test_explain_at_the_smallest_budget(llama: SimpleNamespace) -> None:
 def test_explain_of_a_toy_names_every_part(table: dict[str, Any]) -> None:
     text = solve(table, budget=60).explain()
     assert "gradients made by then" in text and "7 B fixed" in text
+
+
+def _blocks(num_blocks: int, **changes: Any) -> dict[str, Any]:
+    """Return blocks that keep 21 bytes and can make 20 of them again in two seconds."""
+    values = [
+        {"name": "x0", "bytes": 1, "offloadable": False},
+        {"name": "up", "bytes": 10, "recompute_s": 1, "inputs": ["x0"]},
+        {"name": "gelu", "bytes": 10, "recompute_s": 1, "inputs": ["up"]},
+    ]
+    block = {"forward_s": 4, "backward_s": 8, "working_set_bytes": 21, "values": values, **changes}
+    return {"version": 1, "classes": {"block": block}, "stack": ["block"] * num_blocks}
+
+
+def test_explain_says_what_recording_takes() -> None:
+    table = _blocks(5, recording_s=5)
+    text = solve(table, budget=5 * 21 - 20).explain()
+    assert "Recorded, so that not all of it is kept: 1 blocks 'block': 5.00 s." in text
+    assert "Recorded" not in solve(table, budget=5 * 21).explain()
+
+
+def test_explain_says_what_is_needed_to_compute_again() -> None:
+    table = _blocks(3, recompute_bytes=6)
+    assert "6 B for what is computed again" in solve(table, budget=28).explain()
+    with pytest.raises(PlanInfeasibleError) as raised:
+        solve(table, budget=20)
+    assert "21 B its working set, 6 B for what is computed again, 1 B kept by the blocks before it" in str(raised.value)
+
+
+def test_explain_says_what_offloading_takes_beside_its_copies() -> None:
+    for offload_s, is_said in ((0.25, True), (0.0, False)):
+        values = [{"name": f"v{i}", "bytes": 10, "replayable": False, "offload_s": offload_s} for i in range(3)]
+        table = _blocks(2, working_set_bytes=30, values=values)
+        text = solve({**table, "d2h_bytes_per_s": 100.0, "h2d_bytes_per_s": 100.0}, budget=30).explain()
+        assert ("750.00 ms computing again and offloading" in text) is is_said
+        line = "Offloaded: v0 of 'block' in 1 of 2 blocks (10 B out and back, 250.00 ms beside the copies)"
+        assert (line in text) is ("beside the copies" in text) is is_said
 
 
 def test_what_a_race_showed_is_printed_in_short() -> None:

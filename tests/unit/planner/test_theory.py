@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actckpt import Action
-from actckpt.planner import CostTable, simulate, solve
+from actckpt.planner import simulate, solve
 
 
 def _revolve_forward_steps(num_steps: int, num_checkpoints: int) -> int:
@@ -118,8 +118,3 @@ def test_recomputation_leaves_the_bytes_of_korthikantis_formulas(recomputed: Any
     assert simulate(table, plan).peak_bytes == plan.peak_bytes
     free = solve(table, budget=plan.peak_bytes)
     assert free.overhead_seconds <= plan.overhead_seconds, "a free hand is no worse at the same peak"
-
-
-def test_classes_are_read_once(tmp_path: Any) -> None:
-    CostTable.from_dict(_gpt(2)).to_json(tmp_path / "gpt.json")
-    assert CostTable.from_json(tmp_path / "gpt.json").stack == ("layer", "layer")
