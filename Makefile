@@ -10,7 +10,7 @@ INTEGRATIONS ?= .venv-integrations
 # The newest torch of the registry, installed once: remove the folder to take a newer one.
 NEWEST ?= .venv-newest
 DOCS ?= .venv-docs
-NEWEST_SAMPLE := tests/contract/test_torch_versions.py tests/contract/test_identity.py tests/contract/test_flat.py
+NEWEST_SAMPLE := tests/contract/test_identity.py tests/contract/test_flat.py
 NEWEST_SAMPLE += tests/unit/replay/test_interrupted.py tests/contract/rerun/test_backward.py tests/unit/core
 # Processes that `make test` runs tests in; each test uses one thread.
 WORKERS ?= 2

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
 import actckpt
-from actckpt import _C
 from actckpt.memory import LiveStorages
 
 _N = 64
@@ -415,16 +414,16 @@ class _RecordingStore(PythonStore):
         self._put: list[Any] = []
         self.read: list[int] = []
 
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
+    def put(self, source: Any, nbytes: int, *, must: bool = True) -> Any | None:
         ticket = super().put(source, nbytes, must=must)
         self._put.append(ticket)
         return ticket
 
-    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
+    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Any:
         self._note(ticket)
         return super().fetch(ticket, nbytes, device)
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
+    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Any:
         self._note(ticket)
         return super().prefetch(ticket, nbytes, device)
 

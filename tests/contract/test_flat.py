@@ -13,7 +13,6 @@ from offload_oracle import flush, store_of_kind
 from oracle import leaf, mlp, ours
 
 import actckpt
-from actckpt import _checkpointed_call
 from actckpt.action import Action
 
 Step = Callable[[], None]
@@ -120,10 +119,10 @@ KINDS: dict[str, tuple[Callable[[], Step], int]] = {
 }
 
 
+@pytest.mark.usefixtures("small_tensors")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", KINDS)
-def test_offloading_stays_flat_over_many_steps(name: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", 0)
+def test_offloading_stays_flat_over_many_steps(name: str, steps: int) -> None:
     make_step, num_workers = KINDS[name]
     with store_of_kind("disk", num_workers=num_workers):
         assert_flat(make_step(), steps)

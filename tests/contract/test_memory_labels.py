@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import actckpt
 from actckpt import memory_labels
-from actckpt._core.accelerator import MemoryLabels
 
 
 class Allocator(TorchDispatchMode):
@@ -39,7 +38,7 @@ class Allocator(TorchDispatchMode):
 @pytest.fixture
 def allocator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Allocator]:
     allocator = Allocator("of the program")
-    accelerator = types.SimpleNamespace(memory_labels=lambda: MemoryLabels(allocator.set, allocator.get))
+    accelerator = types.SimpleNamespace(memory_labels=lambda: allocator)
     monkeypatch.setattr(memory_labels, "devices", types.SimpleNamespace(available=lambda: accelerator))
     actckpt.configure(observers=[Allocator])
     with allocator:

@@ -1,7 +1,7 @@
 """Looks up private names of torch: a missing one raises when it is used, never at import.
 
 All names that this package uses go through here, as text: `tests/test_layers.py`. Lookups at import are listed in
-`LOOKED_UP`; `tests/contract/test_torch_versions.py` removes each of these names in turn.
+`LOOKED_UP`; `tests/unit/core/test_torch_versions.py` removes each of these names in turn.
 """
 
 import importlib
