@@ -41,13 +41,6 @@ def test_without_a_gpu_it_says_why_gpu_tensors_stay() -> None:
     assert dict(examine(measure=False))["offload of GPU tensors"].startswith("off: torch finds no GPU")
 
 
-def test_an_unwritable_folder_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["doctor", "--spill-dir", "/nonexistent"])
-    assert leaving.value.code == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
 class _Two(Accelerator):
     """Two devices, of which the vendor's library knows the first one."""
 

@@ -95,64 +95,6 @@ def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.count("not even 1") == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "words", "message"),
-    [
-        (None, "", "is no file"),
-        ("x = 1", "", "defines no model() and no step()"),
-        ("def model(): ...", "", "defines no step()"),
-        ("def model(): return 3\ndef step(model): ...", "", "model() returned a int, no module"),
-        (
-            _SCRIPT.replace("AdamW(model.parameters())", "AdamW"),
-            "",
-            "script.py: estimate: optimizer is the class AdamW",
-        ),
-        (_SCRIPT.replace("AdamW(model", "AdamW(3, model"), "", "script.py:10: TypeError: "),
-        (_SCRIPT, "--target h10", "target='h10' is not known"),
-        (_SCRIPT, "--flops -1", "flops_per_s=-1.0 is not a rate"),
-        (_SCRIPT, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
-        (_SCRIPT, "--link much", "--link: 'much' is not a number"),
-        (_SCRIPT, "--find width", "invalid choice: 'width'"),
-        (_SCRIPT, "--batch 0", "--batch is 0, but must be at least 1"),
-        (_SCRIPT, "--seq -4", "--seq is -4, but must be at least 1"),
-        (_SCRIPT, "--budget 70GiB", "Add --find batch or --find seq"),
-        (_SCRIPT, "--find batch --batch 7", "--batch 7 beside --find batch"),
-        (_SCRIPT, "--find batch --budget 40", "--budget 40 has no unit. Pass a size like 40GiB"),
-        ("import nothing_like_it", "", "script.py:1: ModuleNotFoundError: No module named 'nothing_like_it'"),
-        ("def model(:", "", "script.py:1: SyntaxError"),
-        (_SCRIPT + "    undefined()", "", "script.py:15: NameError: name 'undefined' is not defined"),
-        (_SCRIPT.replace("seq, 256, device", "seq, 255, device"), "", "script.py:14: RuntimeError: "),
-        (_SCRIPT, "--policy no.json", "no.json: No such file or directory"),
-        (_SCRIPT, "--find batch --budget 3parsecs", "--budget='3parsecs' is not a size"),
-        (_SCRIPT, "--policy aten.nothing", "aten.nothing"),
-        (None, "--policy matmul", "policy='matmul' is not an action"),
-        (None, "--policy matmul", "Did you mean 'matmuls'? See"),
-        (None, "--policy mm", "Pass a list of the operators to keep: ['aten.mm']"),
-        (_SCRIPT, "--blocks nowhere", "no module of Sequential is named 'nowhere'"),
-        (_SCRIPT.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
-        (_SCRIPT.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
-        (_SCRIPT.replace(".backward()", ""), "", "the step left no gradients in the 12 parameters"),
-        (_SCRIPT.replace(".backward()", ".item()"), "", "aten._local_scalar_dense.default in the step"),
-        (
-            _SCRIPT.replace("return torch.nn.Seq", "x = torch.ones(2).nonzero(); return torch.nn.Seq"),
-            "",
-            "aten.nonzero",
-        ),
-    ],
-)
-def test_a_mistake_is_one_line(
-    content: str | None, words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "script.py"
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(["estimate", str(path), *words.split()])
-    captured = capsys.readouterr()
-    assert leaving.value.code == 2 and captured.out == ""
-    assert message in captured.err and captured.err.count("\n") == 1
-
-
 def test_a_model_that_copies_its_layers_is_no_reason_for_warnings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -215,27 +215,6 @@ def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
     assert "nothing was checkpointed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--budget 3GiB --policy matmuls {}", "A budget and --policy are both given"),
-        ("--budget 3GiB --activation-budget 60% {}", "--budget and --activation-budget are both given"),
-        ("--activation-budget lots {}", "lots"),
-        ("--policy matmul {}", "matmul"),
-        ("no/such.py", "no/such.py is not a file"),
-    ],
-)
-def test_a_mistake_gets_one_line_before_the_program_runs(
-    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = _written(tmp_path, "print('ran')")
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["run", *words.format(path).split()])
-    printed = capsys.readouterr()
-    assert exit_info.value.code == 2 and printed.out == ""
-    assert said in printed.err and printed.err.count("\n") == 1
-
-
 def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     at_exit = """
