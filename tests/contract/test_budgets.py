@@ -269,17 +269,6 @@ def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
         plan(twice, model=training.model, activation_budget="40%")
     with pytest.raises(actckpt.errors.BlocksError, match=r"backward did not run through block 'blocks.0'"):
         plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"^plan: the step called neither the .* as model nor any of its"
-    ):
-        plan(lambda: None, model=training.model, activation_budget="40%")
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"run backward inside of the step: lambda: step\(\)\.backward\(\)"
-    ):
-        plan(lambda: training.model(training.tokens).sum(), model=training.model, activation_budget="40%")
-    with_optimizer = Training(lr=1e-3)
-    with pytest.raises(ValueError, match=r"plan: the step runs an optimizer that was not given .Adam..*optimizer="):
-        plan(with_optimizer.step, model=with_optimizer.model, activation_budget="40%")
     actckpt.apply(training.model)
     with pytest.raises(actckpt.errors.BlocksError, match="checkpointed already"):
         plan(training.step, model=training.model, activation_budget="40%")

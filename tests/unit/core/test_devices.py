@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import sim
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ from actckpt._budget import sizes
 from actckpt._core import devices, random_state, torch_private, training_state
 from actckpt._core.devices import Accelerator, Cuda
 from actckpt._offload import stores
-from actckpt._offload.device import DeviceStore, no_backend, record_streams
+from actckpt._offload.device import no_backend
 
 #: A type that torch knows and a build for the CPU has no devices of.
 KIND = "privateuseone"
@@ -374,105 +372,6 @@ def test_streams_are_found_again_by_their_handles(there: Accelerator, monkeypatc
         assert there.stream_at(7, device) is made[index]
     with pytest.raises(KeyError):
         there.stream_at(8, there.device_at(0))
-
-
-class Streams(Accelerator):
-    """Gives out the numbers of streams for them, and notes what is done."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.now = 5
-        self.log: list[Any] = []
-
-    def device_at(self, index: int) -> torch.device:
-        return torch.device("cpu", index)
-
-    def stream_handle(self, device: torch.device) -> int:
-        return self.now
-
-    def stream_at(self, handle: int, device: torch.device) -> Any:
-        return device, handle
-
-    @contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, stream[1]
-        yield
-        self.now = before
-
-    def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.log.append((tensor.untyped_storage().data_ptr(), stream))
-
-
-@pytest.fixture
-def streams() -> Iterator[Streams]:
-    found = Streams()
-    undo = devices.register(found)
-    yield found
-    undo()
-
-
-class Ticket:
-    """Answers what a ticket of the engine would: put on stream 9 of device 0, nowhere on its device now."""
-
-    put_stream = (0, 9)
-
-    def __init__(self, streams: Streams) -> None:
-        self.streams, self.found, self.log = streams, None, []  # type: ignore[var-annotated]
-        self.is_held = True
-
-    def use(self, index: int, stream: int) -> bool:
-        self.log.append(("use", index, stream))
-        return self.is_held
-
-    def get(self, index: int, stream: int) -> Any:
-        self.log.append(("get", index, stream))
-        return self.found
-
-    def load(self, index: int, stream: int, address: int, keep: Any, *, urgent: bool) -> bool:
-        self.log.append(("load", index, stream, urgent))
-        assert keep.storage.data_ptr() == address
-        self.found = keep, True
-        return True
-
-
-def test_the_store_works_on_the_current_stream_and_reads_ahead_on_that_of_the_put(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=partial(record_streams, streams))
-    store, ticket = DeviceStore(engine, streams), Ticket(streams)
-    device = torch.device("cpu", 0)
-    allocate, allocated = _C.allocate_bytes, []
-
-    def noted(nbytes: int, device: torch.device) -> _C.Bytes:
-        allocated.append(streams.now)
-        return allocate(nbytes, device)
-
-    monkeypatch.setattr(_C, "allocate_bytes", noted)
-    store.saved_again(ticket, device, torch.empty(4).untyped_storage())
-    ahead = store.prefetch(ticket, 16, device)
-    fetched = store.fetch(ticket, 16, device)
-    assert fetched is ahead is not None
-    assert ticket.log == [("use", 0, 5), ("load", 0, 9, False), ("get", 0, 5)] and allocated == [9]
-    assert streams.log == [(fetched.storage.data_ptr(), (device, 5))]
-    ticket.found = None
-    ticket.log.clear()
-    store.fetch(ticket, 16, device)
-    assert ticket.log == [("get", 0, 5), ("load", 0, 5, True), ("get", 0, 5)] and allocated == [9, 5]
-
-
-def test_released_memory_is_noted_on_every_stream_that_used_it(streams: Streams) -> None:
-    storage = torch.empty(4).untyped_storage()
-    record_streams(streams, _C.Bytes(storage, 0), [(0, 5), (1, 9)])
-    uses = [(torch.device("cpu", 0), 5), (torch.device("cpu", 1), 9)]
-    assert streams.log == [(storage.data_ptr(), use) for use in uses]
-
-
-def test_what_is_saved_again_after_its_release_is_noted_on_that_stream(streams: Streams) -> None:
-    engine = sim.MockCuda().engine(limit_bytes=1, window_bytes=1, release=partial(record_streams, streams))
-    ticket, storage = Ticket(streams), torch.empty(4).untyped_storage()
-    ticket.is_held = False
-    DeviceStore(engine, streams).saved_again(ticket, torch.device("cpu", 0), storage)
-    assert streams.log == [(storage.data_ptr(), (torch.device("cpu", 0), 5))]
 
 
 # Memory.

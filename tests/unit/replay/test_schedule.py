@@ -7,7 +7,6 @@ import itertools
 import random
 from collections.abc import Iterator
 
-import pytest
 from hypothesis import given, settings, strategies as st
 
 from actckpt import _C
@@ -80,16 +79,6 @@ def _peak(graph: ReplayGraph, order: tuple[int, ...] | list[int]) -> int:
     return peak
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(seed=st.integers(0, 10**6), num_steps=st.integers(1, 7), is_tree=st.booleans())
-def test_the_order_is_valid_and_never_above_that_of_the_forward(seed: int, num_steps: int, is_tree: bool) -> None:
-    graph = _graph(random.Random(seed), num_steps, is_tree=is_tree)
-    order = default_order(graph)
-    assert sorted(order) == sorted(_needed(graph))
-    assert _is_valid(graph, order)
-    assert _peak(graph, order) <= _peak(graph, sorted(order))
-
-
 def _branching_graph(rng: random.Random, num_steps: int) -> ReplayGraph:
     """Return a random graph of steps that make several values, of which some stay, and which share what they read."""
     nbytes, unused = [0, 0], [0, 1]
@@ -137,9 +126,12 @@ def _depth_first(graph: ReplayGraph) -> list[int]:
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), num_steps=st.integers(1, 9))
-def test_the_order_is_that_of_the_rule(seed: int, num_steps: int) -> None:
+def test_the_order_is_that_of_the_rule_valid_and_never_above_that_of_the_forward(seed: int, num_steps: int) -> None:
     graph = _branching_graph(random.Random(seed), num_steps)
-    assert default_order(graph) == _depth_first(graph)
+    order = default_order(graph)
+    assert order == _depth_first(graph)
+    assert sorted(order) == sorted(_needed(graph)) and _is_valid(graph, order)
+    assert _peak(graph, order) <= _peak(graph, sorted(order))
 
 
 def _mean_excess(is_tree: bool) -> float:
@@ -161,28 +153,3 @@ def test_on_random_graphs_the_peak_is_close_to_the_optimum() -> None:
     excess = _mean_excess(is_tree=False)
     print(f"mean excess over the optimum: {excess:.4f}")
     assert excess < 0.05
-
-
-@pytest.mark.parametrize("num_paths", [3, 6])
-def test_independent_paths_run_one_after_the_other(num_paths: int) -> None:
-    """Layer by layer in the forward, path by path in replay."""
-    reads: list[tuple[int, ...]] = []
-    firsts = range(num_paths)
-    seconds = range(num_paths, 2 * num_paths)
-    reads += [() for _ in firsts]
-    reads += [(first,) for first in firsts]
-    joined = seconds[0]
-    for second in seconds[1:]:
-        reads.append((joined, second))
-        joined = len(reads) - 1
-    size = len(reads)
-    graph = ReplayGraph(
-        operators=("op",) * size,
-        reads=tuple(reads),
-        makes=tuple((step,) for step in range(size)),
-        nbytes=(1,) * size,
-        target=size - 1,
-        retained=frozenset(),
-    )
-    assert _peak(graph, list(range(size))) == num_paths + 1
-    assert _peak(graph, default_order(graph)) == 3

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from sim import device
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 
 class Model(nn.Module):
@@ -68,41 +66,6 @@ def test_a_transformer_trains_as_on_the_cpu(optimizer: Any, options: dict[str, A
 def test_dropout_draws_what_the_cpu_draws_with_the_same_seed(p: float) -> None:
     model = Model(p)
     assert _same(_trained(model, "cpu"), _trained(model, "sim"))
-
-
-def test_a_step_under_a_hostile_adversary_is_the_same() -> None:
-    model = Model(0.1)
-    expected = _trained(model, "cpu")
-    for seed in range(3):
-        device.set_adversary(seed, 0.5)
-        assert _same(expected, _trained(model, "sim"))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoint_draws_the_same_numbers_again(use_reentrant: bool) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("sim")
-    values = torch.randn(4, 8, device="sim", requires_grad=True)
-    gradients = []
-    for is_checkpointed in (False, True):
-        torch.manual_seed(3)
-        values.grad = None
-        found = checkpoint(model, values, use_reentrant=use_reentrant) if is_checkpointed else model(values)
-        found.pow(2).sum().backward()
-        assert values.grad is not None
-        gradients.append(values.grad.clone())
-    assert torch.equal(*gradients)
-
-
-def _twice(where: str) -> list[Tensor]:
-    values = torch.linspace(-1, 1, 12).view(3, 4).to(where).requires_grad_()
-    weight = torch.linspace(0, 2, 16).view(4, 4).to(where).requires_grad_()
-    hidden = F.layer_norm(torch.tanh(values @ weight), (4,))
-    (gradient,) = torch.autograd.grad(hidden.pow(3).sum(), values, create_graph=True)
-    return [value.cpu() for value in torch.autograd.grad(gradient.pow(2).sum(), [values, weight])]
-
-
-def test_double_backward_is_that_of_the_cpu() -> None:
-    assert _same(_twice("cpu"), _twice("sim"))
 
 
 def test_backward_runs_in_a_thread_of_its_device() -> None:
@@ -170,25 +133,6 @@ def test_autocast_has_the_lists_of_accelerators() -> None:
     scaler.scale(found.float().sum()).backward()
     scaler.step(steps)
     assert found.dtype == torch.float16
-
-
-def test_threads_train_side_by_side() -> None:
-    raised: list[BaseException] = []
-
-    def train(index: int) -> None:
-        try:
-            for _ in range(30):
-                values = torch.randn(8, 8, device=f"sim:{index % 2}", requires_grad=True)
-                (values @ values).exp().tanh().sum().backward()
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not raised
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
