@@ -165,6 +165,22 @@ _IS_NO_MODEL: list[tuple[Any, str]] = [
     (list(_model()), "model is a list, not a module. Pass the model itself"),
     (torch.nn.Linear, "model is the class Linear, not a module. Pass the model itself"),
 ]
+#: How each budget is read: tests/unit/budget/test_sizes_of_budgets.py.
+_BUDGETS: list[tuple[dict[str, Any], str]] = [
+    ({"budget": "1GiB", "activation_budget": "40%"}, "both of budget and activation_budget"),
+    ({"budget": 0}, "budget=0 is 0 bytes"),
+    ({"budget": 24}, "budget=24 is 24 bytes, less than 1.00 MiB.*'24GiB'"),
+    ({"budget": 70.0}, r"budget=70.0 is 70 bytes, .*'70GiB'"),
+    ({"budget": "24"}, "budget='24' has no unit"),
+    ({"budget": 1.5}, "budget=1.5 is not a size"),
+    ({"budget": "lots"}, "budget='lots' is not a size"),
+    ({"budget": True}, "budget=True is not a size"),
+    ({"activation_budget": 0}, "activation_budget=0 is 0 bytes"),
+    ({"activation_budget": float("nan")}, "activation_budget=nan is not a size"),
+    ({"activation_budget": "0%"}, "activation_budget='0%' is no share"),
+    ({"activation_budget": "140%"}, "activation_budget='140%' is no share"),
+    ({"activation_budget": "50"}, "activation_budget='50' has no unit. Pass a share like '50%'"),
+]
 _PINS: list[tuple[Any, str]] = [
     (["x0"], r"^pins=\['x0'\] is a list, not a dict\. Pass actions by names of values"),
     ("keep", r"^pins='keep' is a str, not a dict\."),
@@ -358,6 +374,19 @@ _CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
         "^apply: found no repeated blocks .*no modules inside that are called: give apply the model around it",
     ),
     # budgets, plans, pins
+    (partial(_measures, model=_model()), ValueError, "neither of budget and activation_budget"),
+    *[(partial(_measures, model=_model(), **options), ValueError, message) for options, message in _BUDGETS],
+    *[(_applies(**options), ValueError, message) for options, message in _BUDGETS],
+    *[
+        (
+            partial(actckpt.compare, _no_step, model=_model(), policies={"a": {"budget": "1GiB"}, "mine": options}),
+            ValueError,
+            rf"^compare: policies\['mine'\]: .*{message}",
+        )
+        for options, message in _BUDGETS
+    ],
+    (_applies(policy="matmuls", budget="1GiB"), ValueError, "a budget beside policy='matmuls'"),
+    (_applies(budget="1GiB", early_stop=False), ValueError, "unknown option early_stop beside a budget"),
     (_applies(activation_budget="50%", race="no"), ValueError, r"^apply: race='no'\. Pass True or False\."),
     (
         partial(_measures, model=_model(), activation_budget="50%", race="no"),
@@ -425,12 +454,15 @@ def test_an_argument_that_is_none_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    "options", [{"policy": "offload", "min_bytes": "x"}, {"determinism_check": "no"}, {"policy": "sometimes"}], ids=str
+    "options",
+    [{"policy": "offload", "min_bytes": "x"}, {"determinism_check": "no"}, {"policy": "sometimes"}, {"budget": 24}],
+    ids=str,
 )
 def test_apply_checks_options_before_it_patches(options: dict[str, Any]) -> None:
     model = _model()
-    with pytest.raises(ValueError, match=r"min_bytes|determinism|recompute"):
+    with pytest.raises(ValueError, match=r"min_bytes|determinism|recompute|budget"):
         actckpt.apply(model, **options)
+    assert not model._forward_pre_hooks
     assert actckpt.apply(model) == ("0", "1")
 
 

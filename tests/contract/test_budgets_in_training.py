@@ -7,7 +7,6 @@ import copy
 import pickle
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import on_device
 import pytest
@@ -341,24 +340,6 @@ def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
     assert plan is not None and plan.overhead_seconds == 0.0
     inputs = [block.values[0].nbytes for block in plan.costs.blocks if block.values]
     assert inputs == [0] * len(inputs), "a block is planned to hold its input"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy": "matmuls", "budget": "1GiB"}, "a budget beside policy='matmuls'"),
-        ({"budget": "1GiB", "activation_budget": "40%"}, "both of budget and"),
-        ({"budget": 24}, "budget=24 is 24 bytes, less"),
-        ({"budget": 70.0}, r"budget=70.0 is 70 bytes, .*'70GiB'"),
-        ({"activation_budget": "0%"}, "is no share"),
-        ({"budget": "1GiB", "early_stop": False}, "unknown option early_stop beside a budget"),
-    ],
-)
-def test_what_is_no_budget_is_one_clear_error_at_apply(options: dict[str, Any], message: str) -> None:
-    model = Model()
-    with pytest.raises(ValueError, match=message):
-        actckpt.apply(model, on_infeasible="raise", **options)
-    assert not model._forward_pre_hooks
 
 
 def test_profiling_leaves_attributes_and_containers_as_the_step_left_them() -> None:

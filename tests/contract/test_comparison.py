@@ -190,23 +190,6 @@ def test_a_step_that_sets_gradients_to_none_after_its_update_has_a_backward(mode
     assert found["rerun"].same_bits
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": 0}, r"budget=0 is 0 bytes"),
-        ({"activation_budget": 0}, r"activation_budget=0 is 0 bytes"),
-        ({"activation_budget": float("nan")}, r"activation_budget=nan is not a size"),
-        ({"budget": "1GiB", "activation_budget": "50%"}, r"both of budget and activation_budget given"),
-    ],
-)
-def test_a_budget_that_is_none_is_refused_before_any_step(
-    model: nn.Module, options: dict[str, Any], message: str
-) -> None:
-    policies = {"first": {"activation_budget": "60%"}, "mine": options}
-    with pytest.raises(ValueError, match=rf"^compare: policies\['mine'\]: {message}"):
-        actckpt.compare(lambda: pytest.fail("the step ran"), model=model, policies=policies)
-
-
 @pytest.mark.parametrize(("min_bytes", "words"), [(2**20, "Nothing was offloaded: all "), (8192, "and stay"), (0, "")])
 def test_a_policy_that_moves_nothing_says_so(model: nn.Module, min_bytes: int, words: str) -> None:
     policies = {"off": {"policy": "offload", "min_bytes": min_bytes}}
