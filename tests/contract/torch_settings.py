@@ -11,6 +11,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -196,137 +197,74 @@ _NO_REDUCTION: Any = (
     (False, False) if isinstance(torch._C._get_cublas_allow_bf16_reduced_precision_reduction(), tuple) else False
 )
 
+Pair = tuple[Callable[[], None], Callable[[], None]]
+#: Names of torch that are assigned: for the forward, and for the backward.
+_ASSIGNED: list[tuple[str, Any, Any]] = [
+    ("utils.deterministic.fill_uninitialized_memory", False, True),
+    ("backends.fp32_precision", "tf32", "ieee"),
+    ("backends.mkldnn.enabled", False, True),
+    ("backends.mkldnn.deterministic", True, False),
+    ("backends.mkldnn.fp32_precision", "bf16", "ieee"),
+    *((f"backends.mkldnn.{name}.fp32_precision", "bf16", "ieee") for name in ("matmul", "conv", "rnn")),
+    ("backends.quantized.engine", backends.quantized.supported_engines[0], backends.quantized.supported_engines[-1]),
+    ("backends.cuda.matmul.allow_fp16_accumulation", True, False),
+    ("backends.cuda.matmul.allow_fp16_reduced_precision_reduction", False, True),
+    ("backends.cuda.matmul.allow_bf16_reduced_precision_reduction", _NO_REDUCTION, True),
+    ("backends.cuda.matmul.allow_tf32", True, False),
+    ("backends.cuda.matmul.fp32_precision", "tf32", "ieee"),
+    ("backends.cudnn.allow_tf32", False, True),
+    ("backends.cudnn.benchmark", True, False),
+    ("backends.cudnn.deterministic", True, False),
+    ("backends.cudnn.enabled", False, True),
+    ("backends.cudnn.fp32_precision", "tf32", "ieee"),
+    ("backends.cudnn.depthwise_kernel", "cudnn", "native"),
+    ("backends.cudnn.conv.fp32_precision", "ieee", "tf32"),
+    ("backends.cudnn.rnn.fp32_precision", "ieee", "tf32"),
+    ("backends.miopen.immediate", True, False),
+]
+#: The same of functions that are called.
+_CALLED: list[tuple[str, Any, Any]] = [
+    ("set_default_dtype", torch.bfloat16, torch.float16),
+    ("set_default_tensor_type", torch.DoubleTensor, torch.FloatTensor),
+    ("set_flush_denormal", True, False),
+    ("set_num_threads", 2, 1),
+    ("set_deterministic_debug_mode", "error", "warn"),
+    ("set_float32_matmul_precision", "medium", "high"),
+    ("backends.nnpack.set_flags", False, True),
+    *((f"backends.cuda.enable_{name}_sdp", False, True) for name in ("cudnn", "flash", "math", "mem_efficient")),
+    ("backends.cuda.allow_fp16_bf16_reduction_math_sdp", True, False),
+    ("backends.cuda.preferred_blas_library", "ck", "default"),
+    ("backends.cuda.preferred_rocm_fa_library", "ck", "aotriton"),
+    ("backends.miopen.set_flags", True, False),
+]
+_ATTENTION = torch.nn.attention.SDPBackend
 #: Name -> what sets it for the forward, and what for the backward.
-RESTORED: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
-    "torch.set_default_dtype": (
-        call(torch.set_default_dtype, torch.bfloat16),
-        call(torch.set_default_dtype, torch.float16),
-    ),
-    "torch.set_default_tensor_type": (
-        call(torch.set_default_tensor_type, torch.DoubleTensor),
-        call(torch.set_default_tensor_type, torch.FloatTensor),
-    ),
-    "torch.set_flush_denormal": (call(torch.set_flush_denormal, True), call(torch.set_flush_denormal, False)),
-    "torch.set_num_threads": (call(torch.set_num_threads, 2), call(torch.set_num_threads, 1)),
+RESTORED: dict[str, Pair] = {
+    **{f"torch.{name}": (assign(f"torch.{name}", a), assign(f"torch.{name}", b)) for name, a, b in _ASSIGNED},
+    **{f"torch.{name}": (call(attrgetter(name)(torch), a), call(attrgetter(name)(torch), b)) for name, a, b in _CALLED},
     "torch.use_deterministic_algorithms": (
         call(torch.use_deterministic_algorithms, True, warn_only=True),
         call(torch.use_deterministic_algorithms, False),
     ),
-    "torch.set_deterministic_debug_mode": (
-        call(torch.set_deterministic_debug_mode, "error"),
-        call(torch.set_deterministic_debug_mode, "warn"),
-    ),
-    "torch.set_float32_matmul_precision": (
-        call(torch.set_float32_matmul_precision, "medium"),
-        call(torch.set_float32_matmul_precision, "high"),
-    ),
-    "torch.utils.deterministic.fill_uninitialized_memory": (
-        assign("torch.utils.deterministic.fill_uninitialized_memory", False),
-        assign("torch.utils.deterministic.fill_uninitialized_memory", True),
-    ),
-    "torch.backends.fp32_precision": (
-        assign("torch.backends.fp32_precision", "tf32"),
-        assign("torch.backends.fp32_precision", "ieee"),
-    ),
     "torch.backends.set_flags": (lambda: None, call(backends.m.set_flags, "bf16")),
     "torch.backends.flags": (lambda: None, enter(backends.m.flags, fp32_precision="tf32")),
-    "torch.backends.mkldnn.enabled": (
-        assign("torch.backends.mkldnn.enabled", False),
-        assign("torch.backends.mkldnn.enabled", True),
-    ),
-    "torch.backends.mkldnn.deterministic": (
-        assign("torch.backends.mkldnn.deterministic", True),
-        assign("torch.backends.mkldnn.deterministic", False),
-    ),
-    "torch.backends.mkldnn.fp32_precision": (
-        assign("torch.backends.mkldnn.fp32_precision", "bf16"),
-        assign("torch.backends.mkldnn.fp32_precision", "ieee"),
-    ),
     "torch.backends.mkldnn.set_flags": (
         call(backends.mkldnn.set_flags, False, True),
         call(backends.mkldnn.set_flags, True, False),
     ),
     "torch.backends.mkldnn.flags": (lambda: None, enter(backends.mkldnn.flags, enabled=False, fp32_precision="bf16")),
-    **{
-        f"torch.backends.mkldnn.{name}.fp32_precision": (
-            assign(f"torch.backends.mkldnn.{name}.fp32_precision", "bf16"),
-            assign(f"torch.backends.mkldnn.{name}.fp32_precision", "ieee"),
-        )
-        for name in ("matmul", "conv", "rnn")
-    },
-    "torch.backends.nnpack.set_flags": (
-        call(backends.nnpack.set_flags, False),
-        call(backends.nnpack.set_flags, True),
-    ),
     "torch.backends.nnpack.flags": (lambda: None, enter(backends.nnpack.flags, enabled=False)),
-    "torch.backends.quantized.engine": (
-        assign("torch.backends.quantized.engine", backends.quantized.supported_engines[0]),
-        assign("torch.backends.quantized.engine", backends.quantized.supported_engines[-1]),
-    ),
-    **{
-        f"torch.backends.cuda.enable_{name}_sdp": (
-            call(getattr(backends.cuda, f"enable_{name}_sdp"), False),
-            call(getattr(backends.cuda, f"enable_{name}_sdp"), True),
-        )
-        for name in ("cudnn", "flash", "math", "mem_efficient")
-    },
     "torch.nn.attention.sdpa_kernel": (
-        enter(torch.nn.attention.sdpa_kernel, backends=[torch.nn.attention.SDPBackend.MATH]),
+        enter(torch.nn.attention.sdpa_kernel, backends=[_ATTENTION.MATH]),
         enter(
             torch.nn.attention.sdpa_kernel,
-            backends=[torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION, torch.nn.attention.SDPBackend.MATH],
+            backends=[_ATTENTION.EFFICIENT_ATTENTION, _ATTENTION.MATH],
             set_priority=True,
         ),
     ),
-    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp": (
-        call(backends.cuda.allow_fp16_bf16_reduction_math_sdp, True),
-        call(backends.cuda.allow_fp16_bf16_reduction_math_sdp, False),
-    ),
-    **{
-        f"torch.backends.cuda.matmul.{name}": (
-            assign(f"torch.backends.cuda.matmul.{name}", first),
-            assign(f"torch.backends.cuda.matmul.{name}", second),
-        )
-        for name, first, second in [
-            ("allow_fp16_accumulation", True, False),
-            ("allow_fp16_reduced_precision_reduction", False, True),
-            ("allow_bf16_reduced_precision_reduction", _NO_REDUCTION, True),
-            ("allow_tf32", True, False),
-            ("fp32_precision", "tf32", "ieee"),
-        ]
-    },
-    "torch.backends.cuda.preferred_blas_library": (
-        call(backends.cuda.preferred_blas_library, "ck"),
-        call(backends.cuda.preferred_blas_library, "default"),
-    ),
     "torch.backends.cuda.preferred_linalg_library": (lambda: None, lambda: None),
-    "torch.backends.cuda.preferred_rocm_fa_library": (
-        call(backends.cuda.preferred_rocm_fa_library, "ck"),
-        call(backends.cuda.preferred_rocm_fa_library, "aotriton"),
-    ),
-    **{
-        f"torch.backends.cudnn.{name}": (
-            assign(f"torch.backends.cudnn.{name}", first),
-            assign(f"torch.backends.cudnn.{name}", second),
-        )
-        for name, first, second in [
-            ("allow_tf32", False, True),
-            ("benchmark", True, False),
-            ("deterministic", True, False),
-            ("enabled", False, True),
-            ("fp32_precision", "tf32", "ieee"),
-            ("depthwise_kernel", "cudnn", "native"),
-            ("conv.fp32_precision", "ieee", "tf32"),
-            ("rnn.fp32_precision", "ieee", "tf32"),
-        ]
-    },
     "torch.backends.cudnn.set_flags": (lambda: None, call(backends.cudnn.set_flags, False, True)),
     "torch.backends.cudnn.flags": (enter(backends.cudnn.flags, enabled=False), entered.close),
-    "torch.backends.miopen.immediate": (
-        assign("torch.backends.miopen.immediate", True),
-        assign("torch.backends.miopen.immediate", False),
-    ),
-    "torch.backends.miopen.set_flags": (call(backends.miopen.set_flags, True), call(backends.miopen.set_flags, False)),
     "torch.backends.miopen.flags": (lambda: None, enter(backends.miopen.flags, immediate=True)),
 }
 
@@ -335,7 +273,7 @@ CANNOT_CHANGE = {"torch.backends.cuda.preferred_linalg_library"}
 
 EINSUM = vars(backends.opt_einsum.m)
 #: The same for what reruns find, and what recorded operators do not depend on: Python code that chooses among them.
-RESTORED_FOR_RERUNS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
+RESTORED_FOR_RERUNS: dict[str, Pair] = {
     "torch.backends.mha.set_fastpath_enabled": (
         call(backends.mha.set_fastpath_enabled, False),
         call(backends.mha.set_fastpath_enabled, True),
