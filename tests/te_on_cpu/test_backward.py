@@ -41,15 +41,19 @@ def _put_back(model: torch.nn.Module, before: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("policy", ["recompute", "offload"])
-def test_every_backward_of_a_wrapped_model_gives_the_same_gradients(te: Any, policy: str, recipe: str) -> None:
+@pytest.mark.parametrize(
+    "policy", ["recompute", "offload", {"core_attention": "recompute", "proj": "offload"}], ids=str
+)
+def test_every_backward_of_a_wrapped_model_gives_the_same_gradients(te: Any, policy: Any, recipe: str) -> None:
     model = _model(te)
     x, loss = _forward(te, model, recipe)
     expected = torch.autograd.grad(loss, [x, *model.parameters()])
 
     model = _model(te)
     actckpt.te.wrap(model, policy, retain_graph=True, min_bytes=0)
+    actckpt.reset_stats()
     x, loss = _forward(te, model, recipe)
+    assert (actckpt.stats().offloaded_bytes > 0) == (policy != "recompute")
     before = training.scales(model)
     for _ in range(3):
         assert_equal(torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True), expected)
