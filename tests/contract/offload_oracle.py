@@ -24,7 +24,8 @@ from actckpt._offload import stores
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, record_streams
 
-KINDS = ("disk", "memory")
+#: Kinds of stores that tests use. Tensors of the CPU go to the disk alone: `conftest.py` leaves out the other one.
+KINDS = ["disk", "memory"]
 
 
 _UNLIMITED = 1 << 40
