@@ -77,6 +77,12 @@ def test_bytes_are_those_of_the_results(label: str, methods: list[str]) -> None:
         _says("docs/benchmarks.md", label, [figures[method][key] for key in ("held", "peak", "matmuls_in_backward")])
 
 
+@pytest.mark.parametrize("name", ["SAM", "Mamba-2", "Funnel"])
+def test_peaks_under_autocast_are_those_of_the_results(name: str) -> None:
+    ratios = [ratio for ways in _figures("autocast_peaks")[name].values() for ratio in ways.values()]
+    _says("docs/benchmarks.md", "SAM's encoder" if name == "SAM" else name, ratios)
+
+
 @pytest.mark.parametrize("width", [1024, 256])
 def test_steps_with_offload_are_those_of_the_results(width: int) -> None:
     found = _figures("offload_disk")[f"test_fall_of_resident_memory_and_time_of_a_step[{width}]"]

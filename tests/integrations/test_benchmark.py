@@ -1,4 +1,4 @@
-"""The benchmark of docs/libraries.md runs at toy size, and what it shows holds there too."""
+"""Benchmarks of models of libraries: what they show holds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-_BENCHMARK = Path(__file__).parents[2] / "benchmarks/libraries.py"
+import actckpt
+
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated")
@@ -18,7 +20,7 @@ def test_actckpt_holds_and_peaks_no_higher_than_the_librarys_own(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["libraries", "--toy", "--out", str(tmp_path / "found.json")])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    runpy.run_path(str(_BENCHMARK))["main"]()
+    runpy.run_path(str(_BENCHMARKS / "libraries.py"))["main"]()
     figures = json.loads((tmp_path / "found.json").read_text())["figures"]
     assert len(figures) == 5
     for methods in figures.values():
@@ -26,3 +28,13 @@ def test_actckpt_holds_and_peaks_no_higher_than_the_librarys_own(
             assert (
                 methods["recompute"][key] <= methods["its own"][key] < methods["matmuls"][key] < methods["plain"][key]
             )
+
+
+@pytest.mark.filterwarnings("ignore:apply. the blocks ran none of the operators")  # Funnel has a gelu of its own
+@pytest.mark.parametrize("name", ["SAM", "Mamba-2", "Funnel"])
+def test_apply_peaks_no_higher_than_plain_training_under_autocast(name: str) -> None:
+    actckpt.configure(audit="off")  # checksums count
+    compare = runpy.run_path(str(_BENCHMARKS / "autocast_peaks.py"))["compare"]
+    for ways in compare(name).values():
+        assert ways["apply"] <= 1.03
+        assert ways["region"] <= 1.2
