@@ -33,16 +33,7 @@ from actckpt.api import offload
 from actckpt.errors import BlocksError
 
 __all__ = [
-    *(
-        "CallSettings",
-        "CheckpointedForward",
-        "Settings",
-        "applied_blocks",
-        "blocks_of",
-        "check_no_copy",
-        "count_calls",
-        "find_blocks",
-    ),
+    *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
     *("forwards_in", "patch", "unpatch", "watch"),
 ]
 
@@ -272,20 +263,14 @@ class CheckpointedForward:
         """Run it with its settings."""
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._run(self._next_call(), args, kwargs, record)
-        training = self.together.training
         if self.planned_size is not None:
-            self.planned_size.check(self.name, training, (args, kwargs))
+            self.planned_size.check(self.name, self.together.training, (args, kwargs))
         call_settings = self._next_call()
         if call_settings.is_unplanned:
             self.together.tell_unplanned(self.name)
-
-        run = functools.partial(self._run, args=args, kwargs=kwargs, record=record)
-        run_planned = functools.partial(run, call_settings)
-        if training is not None:
-            run_planned = functools.partial(training.rescue.run, self, (args, kwargs), call_settings, run)
         if call_settings.windows is not None:
-            return call_settings.windows.run(self.together, run_planned)
-        return run_planned()
+            return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
+        return self._run(call_settings, args, kwargs, record)
 
     def _run(
         self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None

@@ -51,21 +51,10 @@ class Block(Protocol):
         """Run it, and record what it saves."""
 
 
-class Rescue(Protocol):
-    """Runs the forward of a block once more if it runs out of memory."""
-
-    def run(self, forward: Any, arguments: Any, settings: Any, run: Any) -> Any:
-        """Return `run(settings)`; if that runs out of memory, run it once more, with everything recomputed."""
-
-
 class Training(Protocol):
     """Finds a plan for blocks while their model trains."""
 
     is_called: bool
-
-    @property
-    def rescue(self) -> Rescue:
-        """Runs the forwards of its blocks."""
 
     @property
     def plan(self) -> Plan | None:

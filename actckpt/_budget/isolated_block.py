@@ -21,14 +21,14 @@ from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
 __all__ = [
-    *("attributes_of", "counts_calls", "holds_input", "isolate", "nodes_behind", "with_trained_input"),
+    *("LEAF", "attributes_of", "counts_calls", "holds_input", "isolate", "nodes_behind", "with_trained_input"),
 ]
 
 #: Attributes of every module; `forward` or the compiled call is replaced by the block's region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
 _Written = dict[int, torch.UntypedStorage]
-#: Name of the node of a leaf.
-_LEAF = "torch::autograd::AccumulateGrad"
+#: Name of the nodes of leaves.
+LEAF = "torch::autograd::AccumulateGrad"
 
 
 def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
@@ -248,14 +248,14 @@ def with_trained_input(arguments: Any, result: Any) -> Any:
 
 
 def nodes_behind(result: Any) -> Counter[str]:
-    """Return how many nodes of each name compute the gradients of a block's parameters."""
+    """Return how many nodes of each name are in the graph of a block's result."""
     left = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     seen = set(left)
     while left:
         new = {node for node, _ in left.pop().next_functions if node is not None and node not in seen}
         seen |= new
         left += new
-    return Counter(node.name() for node in seen if node.name() != _LEAF)
+    return Counter(node.name() for node in seen)
 
 
 def _with_copy_of(tensor: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:

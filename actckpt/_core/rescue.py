@@ -1,14 +1,14 @@
-"""Work that ran out of memory runs once more.
+"""Backward work that ran out of memory runs once more.
 
-A rerun, a replay and a reload run once more if an allocation failed (csrc/core/rescue.h). So does the forward of a
-block under a budget (`_cycles/forward_rescue.py`). Before that, the first attempt and its error are freed, all holders
-release bytes (NOTE [ Pressure ]), and the allocator returns its cached memory, which also helps against fragmentation.
-If the second attempt fails too, its error is raised, with the first one at the end of its `__context__`.
+A rerun, a replay and a reload run once more if an allocation failed (csrc/core/rescue.h). Before that, the first
+attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the allocator returns its cached
+memory, which also helps against fragmentation. If the second attempt fails too, its error is raised, with the first one
+at the end of its `__context__`.
 
-A rerun or forward that communicated with other ranks does not run once more: they would hang, or match it with another
-operation. The operation counters of process groups show that. NCCL does not count sends, so with NCCL neither runs
-once more. Replays and reloads do not communicate. One during which a rerun ran does not run once more, even on a single
-rank. Nothing runs once more while a stream is being captured.
+A rerun that communicated with other ranks does not run once more: they would hang, or match it with another operation.
+The operation counters of process groups show that. NCCL does not count sends, so with NCCL no rerun runs once more.
+Replays and reloads do not communicate. One during which a rerun ran does not run once more, even on a single rank.
+Nothing runs once more while a stream is being captured.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) ->
     """Whether work that raised an error runs once more.
 
     Args:
-        begun: result of `num_operations` before a rerun or forward; None: it is a replay or a reload.
+        begun: result of `num_operations` before a rerun; None: it is a replay or a reload.
     """
     if not config.settings().rescue or not is_out_of_memory(error) or devices.is_capturing():
         return False
     return begun is None or (None not in begun and begun == num_operations())
 
 
-def release_caches(counter: str = "rescued_recomputations") -> None:
-    """Release the memory of caches before a second attempt, which counts in `counter`."""
-    counters.add(counter, 1)
+def release_caches() -> None:
+    """Release the memory of caches."""
+    counters.add("rescued_recomputations", 1)
     pressure.release(_ALL)
     accelerator = devices.current()
     if accelerator is not None and accelerator.current_index() is not None:

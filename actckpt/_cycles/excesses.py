@@ -1,8 +1,6 @@
-"""Cycles of one kind that exceeded the budget, or ran out of memory, without a meter."""
+"""Unmetered cycles of one kind that exceeded the budget."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 
@@ -18,8 +16,6 @@ __all__ = ["Excesses"]
 _MOST = 16
 #: Tolerance, as a share, for plans that are known to exceed the budget.
 _TOLERANCE = 0.01
-#: After a block ran out of memory, plans need less by this share.
-_LESS = 0.05
 
 
 class Excesses:
@@ -32,7 +28,6 @@ class Excesses:
     def __init__(self, model: str, budget: str) -> None:
         self._model, self._budget = model, budget
         self._num, self._has_warned = 0, False
-        self._most_bytes = math.inf
 
     def correct(self, risen_bytes: float, plan: Plan | None, is_refused: bool) -> bool:
         """Return whether to correct the plan after a cycle with this peak. Warns once if corrections did not help.
@@ -50,14 +45,6 @@ class Excesses:
             self._warn(risen_bytes)
             return False
         return True
-
-    def ran_out(self, plan: Plan) -> None:
-        """A block ran out of memory under this plan."""
-        self._most_bytes = (1 - _LESS) * min(self._most_bytes, plan.peak_bytes)
-
-    def limit(self, nbytes: float) -> float:
-        """Return the maximum peak of plans for a budget, which is less once a block ran out of memory."""
-        return min(nbytes, self._most_bytes)
 
     def stay(self, peak_bytes: float, device: torch.device) -> None:
         """Warn that the best plan still exceeds the budget: on a CPU no later cycle shows that."""

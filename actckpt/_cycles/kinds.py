@@ -216,12 +216,6 @@ class Kind:
             self.stage = self._stage_before
         return True
 
-    def ran_out(self) -> None:
-        """A block ran out of memory: the next plan needs less than the running one."""
-        if self.running_plan is not None:
-            self._excesses.ran_out(self.running_plan)
-            self._attempts, self._trials, self.stage, self._is_solved = Attempts(), None, "fit", False
-
     # Stages
 
     def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -297,7 +291,7 @@ class Kind:
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
         if limit_bytes is None:
-            limit_bytes = self._excesses.limit((1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes)
+            limit_bytes = (1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
@@ -359,7 +353,7 @@ class Kind:
         assert self.plan is not None and self._model is not None
         if any(mode != KEPT for mode in self._model.modes(self.plan)):
             placed = functools.partial(self._solving.placed, self._model)
-            self._trials = trials_of(self.plan, self._excesses.limit(self._budget_bytes), placed, self._config)
+            self._trials = trials_of(self.plan, self._budget_bytes, placed, self._config)
             self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:

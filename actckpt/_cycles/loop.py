@@ -39,7 +39,6 @@ from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
-from actckpt._cycles.forward_rescue import ForwardRescue
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
@@ -52,7 +51,6 @@ from actckpt._cycles.warnings import (
     GROWS,
     MANY_SIZES,
     NO_OUTPUTS,
-    RAN_OUT,
     TWO_THREADS,
     UNREAD,
     warn_compiled,
@@ -97,9 +95,7 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self.rescue = ForwardRescue(self._model, self._config.optimizers, self._ran_out)
         self._calls = MeteredCalls(
-            self.rescue,
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
         )
@@ -190,14 +186,6 @@ class BudgetLoop:
             elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
                 self._warn(GROWS)
 
-    def _ran_out(self) -> None:
-        """A block ran out of memory: the rest of the forward recomputes everything, later cycles need less."""
-        use_settings(self._forwards, {})
-        self._warn(RAN_OUT)
-        if self._cycle is not None and self._kind is not None:
-            self._kind.ran_out()
-            self._cycle.is_void = True
-
     def close(self) -> None:
         """Stop watching the model."""
         for hook in self._hooks:
@@ -242,7 +230,8 @@ class BudgetLoop:
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        if sum(forward.run_around_compiled() for forward in self._forwards.values()):  # some were compiled meanwhile
+        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
+        if newly_compiled:
             self._kinds = KnownKinds(self._new_kind)
         key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)

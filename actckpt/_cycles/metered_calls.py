@@ -19,8 +19,6 @@ from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._cycles.forward_life import ForwardLife, Held
-from actckpt._cycles.forward_rescue import ForwardRescue
-from actckpt._cycles.forward_start import WatchedForward
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
 from actckpt._cycles.timeline import Call, Cycle
@@ -32,13 +30,11 @@ class MeteredCalls:
     """Runs the calls of blocks in metered cycles of one model.
 
     Args:
-        rescue: is told what blocks change, and whether plans may rerun them.
         is_inside: whether a forward of the model runs in this thread.
         offloads: whether plans may offload.
     """
 
-    def __init__(self, rescue: ForwardRescue, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
-        self._rescue = rescue
+    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
         self._is_inside = is_inside
         self._offloads = offloads
         #: By device, and whether plans may offload.
@@ -122,14 +118,11 @@ class MeteredCalls:
         if key not in self._profilers:
             self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
         with self._cycle.meter.muted():
-            watched = WatchedForward(forward.block)
             result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
             if offloads:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
-            if block is not None:  # else the cycle is measured again
-                self.profiled.append(block)
-                self._rescue.measured(forward.name, watched, is_rerunnable=block.costs.rerun)
-            del watched  # its copies are not part of the step either
+        if block is not None:  # else the cycle is measured again
+            self.profiled.append(block)
         return result
 
     def _unmuted(self) -> Any:

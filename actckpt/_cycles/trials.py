@@ -71,7 +71,7 @@ def _candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan],
 
 
 def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], config: BudgetConfig) -> Trials | None:
-    """Return trials of a measured plan and of simple policies; None if there is nothing to compare, or must not be.
+    """Return trials of a measured plan and of simple policies; None if only one plan fits, or trials are off.
 
     Args:
         placed: returns a plan with the places of its values in the model.

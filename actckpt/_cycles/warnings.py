@@ -12,7 +12,6 @@ __all__ = [
     "GROWS",
     "MANY_SIZES",
     "NO_OUTPUTS",
-    "RAN_OUT",
     "TWO_THREADS",
     "UNREAD",
     "warn_compiled",
@@ -51,11 +50,6 @@ NO_OUTPUTS = (
     "a graph: where its step ends cannot be told. Its blocks stay checkpointed until it returns one. Does it call "
     "backward itself, or return an object that is no tuple, list, mapping or dataclass? Give apply the part of {0} "
     "that returns what backward begins with, or pass a policy in place of the budget. Shown once."
-)
-RAN_OUT = (
-    "apply: a block of a {} with a budget ran out of memory in forward. It ran once more after caches were emptied, "
-    "with everything recomputed, as do the blocks after it. Gradients have the same bits. Later steps run a plan that "
-    "needs less. Pass a smaller budget, or budget='auto'. Shown once; actckpt.stats().rescued_forwards counts them."
 )
 TWO_THREADS = (
     "apply: the model was called in two threads at once, and one of them measures its blocks. Run one step before "
