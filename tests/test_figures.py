@@ -1,7 +1,9 @@
 """The tables of measured figures, in README.md and docs/, say what the committed results of their benchmarks say."""
 
+import html
 import json
 import re
+import runpy
 import statistics
 from pathlib import Path
 from typing import Any
@@ -268,6 +270,18 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
         row = llama[f"budget {number}"]
         values = [_over_plain(rounds, f"budget {number}")[0], row["peak_bytes"] / 2**30]
         _says("README.md", f"actckpt, budget of {row['budget_bytes'] / 2**30:.2f} GiB", values)
+
+
+def test_the_picture_of_the_readme_shows_the_results() -> None:
+    points = runpy.run_path(str(_ROOT / "scripts/pictures"))["llama_points"]()
+    (shown,) = re.findall(r"<dc:description>(.*)</dc:description>", _text("docs/pictures/llama_h200.svg"))
+    assert json.loads(html.unescape(shown)) == {name: list(point) for name, point in points.items()}
+    for label, name in (
+        ("no checkpointing", "no checkpointing"),
+        ("`torch.utils.checkpoint`", "torch.utils.checkpoint"),
+    ):
+        peak, ratio = points[name]
+        _says("README.md", label, [ratio, peak])
 
 
 def test_budgets_on_another_gpu_are_those_of_the_results() -> None:
