@@ -268,9 +268,14 @@ class CheckpointedForward:
         call_settings = self._next_call()
         if call_settings.is_unplanned:
             self.together.tell_unplanned(self.name)
-        if call_settings.windows is not None:
-            return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
-        return self._run(call_settings, args, kwargs, record)
+        try:
+            if call_settings.windows is not None:
+                return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
+            return self._run(call_settings, args, kwargs, record)
+        except RuntimeError as error:
+            if self.together.training is not None:
+                self.together.training.explain(error)
+            raise
 
     def _run(
         self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None

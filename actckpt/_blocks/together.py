@@ -75,6 +75,9 @@ class Training(Protocol):
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan does not cover; return whether the next plan will."""
 
+    def explain(self, error: RuntimeError) -> None:
+        """Add a table of memory by module to the error of a block that ran out of memory."""
+
     def close(self) -> None:
         """Stop watching the model. May be called more than once."""
 

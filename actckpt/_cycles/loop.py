@@ -34,6 +34,7 @@ from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import torch_private
+from actckpt._core.memory_by_module import explain
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._cycles.allocator_meter import free_older, watch_of
@@ -185,6 +186,10 @@ class BudgetLoop:
                 self._measure_again()
             elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
                 self._warn(GROWS)
+
+    def explain(self, error: RuntimeError) -> None:
+        """Add a table of memory by module to the error of a block that ran out of memory."""
+        explain(error, self._model, self._config.optimizers)
 
     def close(self) -> None:
         """Stop watching the model."""

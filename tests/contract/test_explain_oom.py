@@ -56,6 +56,26 @@ def test_inputs_of_checkpoints_have_a_column() -> None:
     assert (row["saved"], row["inputs"]) == ("0 B", "192.00 KiB")
 
 
+@pytest.mark.parametrize("budget", ["80%", "100%"])
+def test_a_block_under_a_budget_gets_the_table_by_itself(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)))
+    optimizer = torch.optim.Adam(model.parameters())
+    actckpt.apply(model, activation_budget=budget, optimizer=optimizer, race=False)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(256, 64)).sum().backward()
+        optimizer.step()
+
+    def run_out_of_memory(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(torch.nn.functional, "gelu", run_out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        model(torch.randn(256, 64))
+    row = _row(_text(raised.value), "*.*")
+    assert row["optimizer"] != "0 B" and row["parameters"] != "0 B"
+
+
 def test_other_errors_get_no_table() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(RuntimeError) as raised, actckpt.explain_oom(model):
