@@ -74,6 +74,8 @@ def _of_elements() -> list[Setting]:
     return [
         Setting("denormals", _C.flushes_denormals, (), torch.set_flush_denormal),
         Setting("default_dtype", torch.get_default_dtype, (), torch.set_default_dtype),
+        # Each thread computes the last elements of its part without vectors: with other bits in SiLU.
+        Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
         *_settings(torch_settings.flags_of_elements),
     ]
 
@@ -82,7 +84,6 @@ def _others(on_cuda: bool, on_hip: bool) -> list[Setting]:
     get, warns = torch_settings.must_be_deterministic, torch_settings.nondeterminism_warns
     set_both = torch_settings.set_deterministic
     settings = [
-        Setting("num_threads", torch.get_num_threads, (), torch.set_num_threads),
         Setting("deterministic_algorithms", get, (), lambda value: set_both(value, warn_only=warns())),
         Setting("deterministic_algorithms_warn_only", warns, (), lambda value: set_both(get(), warn_only=value)),
         *_settings(torch_settings.flags_of_cpus),

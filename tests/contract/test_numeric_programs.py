@@ -46,6 +46,13 @@ def _reduction(w: Tensor) -> Tensor:
     return (h.sin().sum() * h.exp().norm()).tanh() * w
 
 
+def _ends(w: Tensor) -> Tensor:
+    """The last elements of each thread's part have other bits than elements in vectors."""
+    torch.manual_seed(0)
+    h = torch.nn.functional.silu(torch.randn(444 * 168 + 1) * w.sum())
+    return (h * h.sin()).sum() * w
+
+
 def _recurrent(w: Tensor) -> Tensor:
     torch.manual_seed(2)
     lstm = torch.nn.LSTM(8, 8)
@@ -85,6 +92,7 @@ PROGRAMS: dict[str, tuple[Any, list[tuple[Callable[[], None], Callable[[], None]
         ],
     ),
     "reduction": (_reduction, [RESTORED["torch.set_num_threads"], RESTORED["torch.set_num_threads"][::-1]]),
+    "elements": (_ends, [RESTORED["torch.set_num_threads"], RESTORED["torch.set_num_threads"][::-1]]),
     "recurrent": (
         _recurrent,
         [
