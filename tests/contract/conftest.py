@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import offload_oracle
 import on_cuda
 import pytest
 import random_programs
@@ -25,10 +24,8 @@ __all__ = ["settings_as_before"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the tests how many programs to draw and which stores to use, before they are imported."""
+    """Tell the tests of random programs how many to draw, before they are imported."""
     random_programs.num_programs = config.getoption("--programs")
-    if config.getoption("--device") == "cpu":
-        offload_oracle.KINDS.remove("memory")
 
 
 #: Run whole in each sample: what they look at is another thing on a device, in each of their tests.

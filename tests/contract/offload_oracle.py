@@ -24,8 +24,8 @@ from actckpt._offload import stores
 from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, record_streams
 
-#: Kinds of stores that tests use. Tensors of the CPU go to the disk alone: `conftest.py` leaves out the other one.
-KINDS = ["disk", "memory"]
+#: Stores of devices. Tensors of the CPU always go to a file: with "memory", callers copy instead of workers.
+KINDS = ("disk", "memory")
 
 
 _UNLIMITED = 1 << 40
