@@ -52,19 +52,32 @@ class BlockCall:
         options = CheckpointOptions(policy=policy)
         return lambda *args, **kwargs: checkpoint_call(self.forward, args, kwargs, options, inside=_BLOCK)
 
-    def in_stack(self, result: Any, as_found: Callable[[], contextlib.AbstractContextManager[object]]) -> BlockCall:
+    def in_stack(
+        self,
+        result: Any,
+        as_found: Callable[[], contextlib.AbstractContextManager[object]],
+        known: dict[Any, bool],
+        key: Any,
+    ) -> BlockCall:
         """Return the call with an input that needs a gradient, if backward is the same but for that gradient.
 
         Args:
             as_found: a context in which containers are as the forward found them.
+            known: whether it is, by `key`; a forward of the block shows it.
         """
         arguments = with_trained_input(self.arguments, result)
         if arguments is self.arguments:
             return self
         trained = dataclasses.replace(self, arguments=arguments)
-        expected = nodes_behind(result) + Counter({LEAF: 1})  # of the input
+        if key not in known:
+            with as_found():
+                known[key] = trained._has_graph(nodes_behind(result) + Counter({LEAF: 1}))
+        return trained if known[key] else self
+
+    def _has_graph(self, expected: Counter[str]) -> bool:
+        """Return whether the graph of the block's result has these nodes."""
         try:
-            with as_found(), trained.isolate() as run:
-                return trained if nodes_behind(run.call()) == expected else self
+            with self.isolate() as run:
+                return nodes_behind(run.call()) == expected
         except Exception:  # it refuses such an input
-            return self
+            return False

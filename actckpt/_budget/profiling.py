@@ -64,10 +64,8 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-#: Number of runs; the least seconds of each operator count.
-_OPERATORS_TIMED = 3
-#: Maximum bytes offloaded for timing; a single value may be larger.
-_MOVED_BYTES = 64 << 20
+#: Number of runs, of which the least seconds of an operator count; maximum bytes offloaded, unless one value has more.
+_OPERATORS_TIMED, _MOVED_BYTES = 3, 64 << 20
 _COUNTS_CALLS = "it changes its attributes at each call"
 
 
@@ -83,8 +81,9 @@ class Profiler:
         self._offloads = offloads
         self._running = ""
         self._known: dict[tuple[Any, ...], BlockProfile] = {}
-        #: Measured profiles, by structure without sizes.
+        #: By structure without sizes: measured profiles, and whether a first block has that of later ones.
         self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
+        self._in_stack: dict[tuple[Any, ...], bool] = {}
         self._step = step
 
     def call(
@@ -143,16 +142,17 @@ class Profiler:
         check_units(name, structure)
         call = BlockCall(name, block, forward, (args, kwargs), structure)
         _note_held(call, result, inputs)
-        call = call.in_stack(result, functools.partial(inputs.as_found, checks=False))
         recorded = structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
+        as_found, key = functools.partial(inputs.as_found, checks=False), _structure_key(block, without_sizes(values))
+        call = call.in_stack(result, as_found, self._in_stack, key)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and its input needs no gradient
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
 
         def profiled() -> BlockProfile:
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
-            with inputs.as_found(checks=False), _explained(name):
+            with as_found(), _explained(name):
                 return _profiled(call, values, recorded, no_rerun=no_rerun)
 
         profile = self._known_or(profiled, block, values, drawn, _passes_on(call.arguments))
