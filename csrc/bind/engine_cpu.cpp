@@ -49,8 +49,8 @@ void collect(CpuEngine& engine) {
   drop_references(released);
 }
 
-// Called by the interpreter in its main thread, with the GIL: written sources are freed even if nobody calls the engine
-// again.
+// The interpreter calls this in its main thread, with the GIL. It frees written sources also if the program never calls
+// the engine again.
 int collect_all(void*) {
   for (const CpuEnginePtr& engine : live_engines()) {
     try {

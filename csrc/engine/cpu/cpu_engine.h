@@ -37,7 +37,7 @@ namespace actckpt {
 struct CpuConfig {
   int num_workers = 2;                                    // 0: callers run every copy
   std::uint64_t window_bytes = std::uint64_t{256} << 20;  // or kFollowsSizes
-  // Workers call it when there is something to `collect`; returns false if nobody was notified. Null: no notification.
+  // Workers call it when `collect` has references to return; false: the call notified no thread. Null: no notification.
   bool (*tell_released)() = nullptr;
 };
 
@@ -175,7 +175,7 @@ class CpuEngine {
   const ForkGuard fork_guard_;
   mutable std::mutex mutex_;  // guards all below; held while jobs are submitted and taken
   std::condition_variable changed_;
-  std::uint64_t num_changes_ = 0;  // of what waiters wait for
+  std::uint64_t num_changes_ = 0;  // calls of `note_change`
   std::uint64_t num_pending_ = 0;  // writes queued or running
   bool is_closed_ = false;
   bool is_notified_ = false;                         // someone will collect `released_`
