@@ -401,8 +401,8 @@ def test_a_report_while_plans_are_tried_shows_the_plan_that_was_made(num_steps: 
     while (found := actckpt.report(model)).note.startswith("No step of this plan"):  # it was corrected
         model(x).square().mean().backward()
     assert found.plan.chosen == "plan" and "a step of the plan" in found.note and found.rows
-    rerun = sum(found.plan.rerun)
-    assert 0 < rerun < 32 and sum(row.num_blocks for row in found.rows if row.name == "(rerun)") == rerun
+    rerun = sum(found.plan.rerun)  # 0 or 31: measured seconds decide whether blocks rerun or drop values
+    assert rerun < 32 and sum(row.num_blocks for row in found.rows if row.name == "(rerun)") == rerun
     steps = f"the next {found.race_steps_left} steps run this plan and simple choices in turn"
     assert found.race_steps_left > 0 and steps in str(found)
 
