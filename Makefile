@@ -17,7 +17,7 @@ WORKERS ?= 2
 # A file's tests run in one process, and the few long ones of test_benchmarks.py do not come last.
 XDIST := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CONTRACT_ON_DEVICE := offload rerun replay test_threads.py test_budgets.py test_budgets_of_repeated_blocks.py
-CONTRACT_ON_DEVICE += test_budget_matrix.py
+CONTRACT_ON_DEVICE += test_budget_matrix.py test_added_blocks.py
 CONTRACT_ON_DEVICE := $(addprefix tests/contract/,$(CONTRACT_ON_DEVICE))
 SOURCES := pyproject.toml setup.py constraints.txt $(shell find csrc -name '*.cpp' -o -name '*.h')
 

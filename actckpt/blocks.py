@@ -96,22 +96,21 @@ def apply(
             stages of many blocks nor small parts of blocks. They are chosen for the lowest peak; see
             actckpt/_blocks/finding.py.
         budget: instead of a policy, the maximum of all memory at any moment of a step, as in `actckpt.plan`. The first
-            step
-            recomputes every block and is measured. From the second step on, the fastest plan that is predicted to fit
-            runs; the next steps may try others. Each kind of step has its own plan: input sizes, autocast, training or
-            evaluation mode, trained parameters. `actckpt.report(model).plan` is the plan, None until it is made.
+            step recomputes every block and is measured. With `blocks=None`, other modules that hold more than a
+            twentieth of the activations become blocks then, and the second step is measured, too. From the next step
+            on, the fastest plan that is predicted to fit runs; the steps after it may try others. Each kind of step
+            has its own plan: input sizes, autocast, training or evaluation mode, trained parameters.
+            `actckpt.report(model).plan` is the plan, None until it is made.
         activation_budget: instead of `budget`, the maximum number of bytes that a step may add to the memory in use
-            before
-            it, without gradients of parameters.
+            before it, without gradients of parameters.
         optimizer: the one that trains the model, or several in a list: its state counts toward `budget`.
         pins: values and the actions that plans must give them, as in `actckpt.planner.solve`.
         race: whether steps try the plan and simple policies in turn; the fastest one is kept. Not with `pins`.
         on_infeasible: if no plan is predicted to fit: `"warn"` runs the smallest plan and warns, with the smallest
-            budget
-            and what holds the memory; `"raise"` raises.
+            budget and what holds the memory; `"raise"` raises.
         **options: keywords of `checkpoint`, or with `policy="offload"` of `offload`, for every block.
     Returns:
-        The qualified names of the blocks that are checkpointed now. Blocks that did not run in the first step that
+        The qualified names of the blocks that are checkpointed now. Those that did not run in the first step that
         calls backward are named in one warning, and in `actckpt.report(model)`.
     Raises:
         BlocksError: no block matches, a name matches nothing, or a block is checkpointed already.
@@ -168,7 +167,7 @@ def _apply_budget(
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     optimizers = optimizers_of(budget_options.pop("optimizer"), model, "apply")
-    config = BudgetConfig(optimizers=optimizers, **budget_options)
+    config = BudgetConfig(optimizers=optimizers, adds_blocks=blocks is None, **budget_options)
     check_budget(budget_options, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)
@@ -233,8 +232,7 @@ def remove(model: torch.nn.Module) -> tuple[str, ...]:
         The qualified names of the blocks that were checkpointed; if `model` is itself one, the name of its type.
     Raises:
         BlocksError: there are none, or `model` is a shallow copy of the one passed to `apply`, or a part of one that
-            has a
-            budget, whose plan covers all of its blocks.
+            has a budget, whose plan covers all of its blocks.
     """
     applied = blocks_of(model, "remove")
     check_no_copy(model, applied, "remove")
@@ -267,9 +265,8 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     Args:
         model: the one passed to `apply`.
         group_by: one row per operator (`"(rerun)"` for what rerun blocks save, `"(input)"` for what they hold for the
-            rerun,
-            `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical blocks
-            combined, or per type of modules.
+            rerun, `"(as it is)"` for what blocks hold of which a plan keeps everything), per module, with identical
+            blocks combined, or per type of modules.
         top: the number of rows, largest first; the others are summed up in one more. None: all.
     Raises:
         BlocksError: no block of `model` is checkpointed, or was before `remove`.

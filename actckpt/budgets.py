@@ -41,10 +41,9 @@ def plan(
             several times in one forward of the model: the plan has each call.
         model: what the step trains; no part of it is checkpointed.
         budget: maximum of all memory at any moment of a step: bytes as a whole number, a text with a unit (`"24GiB"`),
-            a
-            share of the device (`"90%"` or 0.9), or `"auto"`: free memory plus what this process holds, less 5 %. On a
-            device everything allocated counts; on a CPU parameters, buffers, gradients, optimizer state and the tensors
-            that the step makes.
+            a share of the device (`"90%"` or 0.9), or `"auto"`: free memory plus what this process holds, less 5 %. On
+            a device everything allocated counts; on a CPU parameters, buffers, gradients, optimizer state and the
+            tensors that the step makes.
         activation_budget: instead of `budget`, maximum bytes beyond the memory in use before the step, without
             gradients of
             parameters: bytes, a text with a unit, or a share of what the step needs without actckpt (`"40%"` or 0.4).
@@ -61,8 +60,7 @@ def plan(
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest peak of a plan that was tried.
         BlocksError: there are no such blocks; one does not run, or runs in several forwards of the model or inside
-            another
-            one; or the step communicates with other ranks.
+            another one; or the step communicates with other ranks.
         TypeError: `optimizer` is no optimizer.
         ValueError: the budget is invalid, a pin names nothing or is no action, or the step changes parameters and
             `optimizer` is missing.
@@ -86,5 +84,5 @@ def plan(
     check_not_meta(model, "plan")
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
-    config = BudgetConfig(budget, activation_budget, optimizers, pins, race, on_infeasible="raise")
+    config = BudgetConfig(budget, activation_budget, optimizers, pins, race, "raise", adds_blocks=blocks is None)
     return planned(step, model, chosen, config)

@@ -98,8 +98,7 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
 
     Args:
         host_limit: maximum pinned host memory, a number or a text like `"64GiB"`; None: automatic. Below 32 KiB GPU
-            tensors
-            stay where they are.
+            tensors stay where they are.
         disk_limit: maximum size of the spill file; None: no limit of ours.
         spill_dir: folder of the spill file; None: that of `tempfile`, and device tensors never go to disk.
         max_inflight: maximum in-flight bytes to a store, and maximum prefetched bytes. `"auto"`: the square root of the

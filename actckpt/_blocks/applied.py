@@ -34,7 +34,7 @@ from actckpt.errors import BlocksError
 
 __all__ = [
     *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
-    *("forwards_in", "patch", "unpatch", "watch"),
+    *("forwards_in", "patch", "unpatch", "unpatch_one", "watch"),
 ]
 
 #: The globals through which modules call their forwards.
@@ -70,7 +70,10 @@ def find_blocks(model: torch.nn.Module, blocks: Blocks | None, what: str) -> dic
 
 
 def patch(
-    blocks: Mapping[str, torch.nn.Module], settings: Mapping[str, Settings], model: torch.nn.Module | None = None
+    blocks: Mapping[str, torch.nn.Module],
+    settings: Mapping[str, Settings],
+    model: torch.nn.Module | None = None,
+    together: AppliedBlocks | None = None,
 ) -> tuple[str, ...]:
     """Checkpoint blocks.
 
@@ -78,10 +81,11 @@ def patch(
         blocks: by qualified name.
         settings: of each block, by the same names.
         model: the model passed to `apply`, if known.
+        together: the blocks that they are added to; None: they are an `apply` of their own.
     Returns:
         Their names.
     """
-    together = AppliedBlocks()
+    together = AppliedBlocks() if together is None else together
     for name, block in blocks.items():
         block.forward = CheckpointedForward(name, block, settings[name], together)
     if model is not None:
@@ -109,18 +113,24 @@ def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
 
 
 def unpatch(blocks: Mapping[str, Any]) -> None:
-    """Restore the original forwards of blocks."""
+    """Restore the original forwards of blocks, and stop what watches them."""
     for module in blocks.values():
-        forward = module.__dict__.pop("forward")
-        forward.together.limit_windows(None)
-        forward.together.count_calls_in(None)
-        forward.together.watch_gradient(())
-        if forward.together.training is not None:
-            forward.together.training.close()
-        if forward.replaced is not None:
-            module.forward = forward.replaced
-        if forward.stands_before(torch_private.call_of_compiled(module)):
-            torch_private.set_call_of_compiled(module, forward.compiled)
+        together = module.forward.together
+        together.limit_windows(None)
+        together.count_calls_in(None)
+        together.watch_gradient(())
+        if together.training is not None:
+            together.training.close()
+        unpatch_one(module)
+
+
+def unpatch_one(block: Any) -> None:
+    """Restore the original forward of a block."""
+    forward = block.__dict__.pop("forward")
+    if forward.replaced is not None:
+        block.forward = forward.replaced
+    if forward.stands_before(torch_private.call_of_compiled(block)):
+        torch_private.set_call_of_compiled(block, forward.compiled)
 
 
 class CallSettings:

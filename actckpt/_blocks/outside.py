@@ -6,17 +6,18 @@ import dataclasses
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from actckpt._blocks.choosing import chosen_blocks
 from actckpt._blocks.finding import has_forward
+from actckpt._blocks.reruns import checkpoint_around
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._text.sizes import format_bytes
 
-__all__ = ["MadeOutside", "MadeStorages", "OutsideModules", "advice", "blocks_argument"]
+__all__ = ["MadeOutside", "OutsideModules", "advice", "blocks_argument"]
 
 #: Maximum number of named modules, and the minimum share of each.
 _MAX_NAMES, _LEAST_SHARE = 3, 0.1
@@ -29,49 +30,51 @@ class MadeOutside:
     #: Qualified name of the largest enclosing module without a block inside; empty: code of the model's own forward.
     name: str
     nbytes: int
-    #: What a block made of the module would drop: everything except the module's results.
+    #: What a block made of the module would drop: everything except its results. 0: it cannot be a block.
     inner_bytes: int
-
-
-class MadeStorages(Protocol):
-    """Numbers the storages that a forward makes."""
-
-    num_made: int
-
-    def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
-        """Return whether a storage was created after the first `since` storages."""
-
-    def made_by(self) -> Callable[[int], int]:
-        """Return a function that maps a number of storages to the live bytes among the first that many."""
 
 
 @dataclasses.dataclass
 class _Call:
     name: str
-    begin: int
-    end: int | None = None
+    #: Live bytes when it begins, and by how much they grow.
+    begin_bytes: int
+    added_bytes: int | None = None
+    #: What it returns and did not get.
     results: list[weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=list)
+    result_bytes: int = 0
+    #: It runs inside of a block or a checkpoint.
+    is_inside: bool = False
 
 
 class OutsideModules:
-    """Watches the calls of blocks, and of modules outside of them, in one forward of a model."""
+    """Watches the calls of blocks, and of modules outside of them, in one forward of a model.
 
-    def __init__(self, model: torch.nn.Module, blocks: Iterable[str], storages: MadeStorages) -> None:
-        self._storages, self._blocks = storages, set(blocks)
+    Args:
+        blocks: names of the blocks.
+        live_bytes: returns the bytes that are alive now.
+    """
+
+    def __init__(self, model: torch.nn.Module, blocks: Iterable[str], live_bytes: Callable[[], int]) -> None:
+        self._live_bytes, self._blocks = live_bytes, set(blocks)
         self._calls: list[_Call] = []
-        self._begin = storages.num_made
+        self._begin_bytes = live_bytes()
         self._close: list[Callable[[], None]] = []
         for name in (*self._blocks, *_outermost_without_blocks(model, self._blocks)):
             self._watch(name, model.get_submodule(name))
 
     def _watch(self, name: str, module: torch.nn.Module) -> None:
         def begins(*_: object) -> None:
-            self._calls.append(_Call(name, self._storages.num_made))
+            is_in_block = any(call.added_bytes is None and call.name in self._blocks for call in self._calls)
+            is_inside = is_in_block or checkpoint_around() is not None
+            self._calls.append(_Call(name, self._live_bytes(), is_inside=is_inside))
 
-        def ends(_: torch.nn.Module, __: object, result: Any) -> None:
+        def ends(_: torch.nn.Module, args: Any, result: Any) -> None:
             call = next(call for call in reversed(self._calls) if call.name == name)
-            call.end = self._storages.num_made
-            call.results = [weakref.ref(storage) for storage in storages_of(list(tensors_in(result)))]
+            call.added_bytes = self._live_bytes() - call.begin_bytes
+            given = set(map(id, storages_of(list(tensors_in(args)))))
+            results = [each for each in storages_of(list(tensors_in(result))) if id(each) not in given]
+            call.results, call.result_bytes = [*map(weakref.ref, results)], sum(each.nbytes() for each in results)
 
         if torch_private.call_of_compiled(module) is not None:  # the compiler would trace hooks
             self._close += [_called_around(module, begins, ends)]
@@ -86,24 +89,20 @@ class OutsideModules:
 
     def made(self) -> tuple[MadeOutside, ...]:
         """Return what was made outside of the blocks and is alive, the largest first. Called when the forward ends."""
-        made_by, end = self._storages.made_by(), self._storages.num_made
-        rest = made_by(end) - made_by(self._begin)
+        rest = self._live_bytes() - self._begin_bytes
         sums: dict[str, tuple[int, int]] = {}
         for call in self._calls:
-            if call.end is None:
+            if call.added_bytes is None or call.is_inside:
                 continue
-            nbytes = made_by(call.end) - made_by(call.begin)
+            inner = call.added_bytes - call.result_bytes
+            nbytes = inner + sum(storage.nbytes() for each in call.results if (storage := each()) is not None)
             rest -= nbytes
             if call.name not in self._blocks:
                 before = sums.get(call.name, (0, 0))
-                sums[call.name] = before[0] + nbytes, before[1] + nbytes - self._returned_bytes(call)
+                sums[call.name] = before[0] + nbytes, before[1] + inner
         sums[""] = max(rest, 0), 0
         rows = (MadeOutside(name, nbytes, inner) for name, (nbytes, inner) in sums.items() if nbytes > 0)
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
-
-    def _returned_bytes(self, call: _Call) -> int:
-        alive = {id(storage): storage for each in call.results if (storage := each()) is not None}.values()
-        return sum(each.nbytes() for each in alive if self._storages.has_made(each, since=call.begin))
 
 
 def _called_around(module: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
@@ -125,14 +124,15 @@ def _called_around(module: Any, begins: Callable[..., None], ends: Callable[...,
 
 
 def _outermost_without_blocks(model: torch.nn.Module, blocks: set[str]) -> list[str]:
-    """Return the outermost callable modules with no block inside or around them."""
+    """Return the outermost callable modules with no block inside or around them. Scripted ones take no hooks."""
     outermost: set[str] = set()
     for name, module in model.named_modules():
         is_near_block = any(
             f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in blocks
         )
         is_part = any(name.startswith(f"{other}.") for other in outermost)
-        if name and not is_near_block and not is_part and has_forward(module):
+        can_watch = has_forward(module) and not isinstance(module, torch.jit.ScriptModule)
+        if name and can_watch and not is_near_block and not is_part:
             outermost.add(name)
     return [*outermost]
 

@@ -31,6 +31,8 @@ class BudgetConfig:
     #: Whether candidate plans are tried in training steps.
     race: bool
     on_infeasible: OnInfeasible = "warn"
+    #: Whether large modules outside of the blocks become blocks, too: not if the user named the blocks.
+    adds_blocks: bool = False
     #: Returns additional bytes that count: those that the step of `plan` needs outside of the cycle.
     more_bytes: Callable[[], int] = int
 

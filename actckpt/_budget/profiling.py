@@ -31,10 +31,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
 from actckpt._budget.block_calls import BlockCall
+from actckpt._budget.block_times import block_times
 from actckpt._budget.compiled_blocks import is_compiled, run_compiled
 from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
 from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
@@ -51,8 +51,7 @@ from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
 from actckpt._budget.rng_usage import RngUsage
 from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
-from actckpt._budget.timing import Offloading, Times, fastest
-from actckpt._core import devices, modes
+from actckpt._core import modes
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._rerun.packed import held_inputs
 from actckpt._text.places import Place
@@ -64,8 +63,8 @@ from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
 
-#: Number of runs, of which the least seconds of an operator count; maximum bytes offloaded, unless one value has more.
-_OPERATORS_TIMED, _MOVED_BYTES = 3, 64 << 20
+#: Number of runs, of which the least seconds of an operator count.
+_OPERATORS_TIMED = 3
 _COUNTS_CALLS = "it changes its attributes at each call"
 
 
@@ -93,16 +92,26 @@ class Profiler:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        failed: Callable[[str], None] | None = None,
     ) -> tuple[Any, ProfiledBlock | None]:
         """Call a block; return its result and its costs, None if only a later call can show them.
 
         Args:
             name: the block's qualified name.
             forward: the forward of the block.
+            failed: gets the name if the block runs but cannot be profiled; None: that raises a BlocksError.
         """
         check_wrapped(name, block)
+        args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         with self._only_block(name):
-            return self._call(name, block, forward, *(without_cache(block, forward, args, kwargs) or (args, kwargs)))
+            result, profiled = self._call(name, block, forward, args, kwargs)
+            try:
+                return result, profiled()
+            except BlocksError:
+                if failed is None:
+                    raise
+                failed(name)
+                return result, None
 
     @contextlib.contextmanager
     def _only_block(self, name: str) -> Iterator[None]:
@@ -129,7 +138,8 @@ class Profiler:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[Any, ProfiledBlock | None]:
+    ) -> tuple[Any, Callable[[], ProfiledBlock | None]]:
+        """Call a block; return its result, and a function that returns its costs."""
         inputs = held_inputs(forward, args, kwargs, None)
         before, rng_used, argument = attributes_of(block), RngUsage(), first_tensor((args, kwargs))
         run = run_compiled if is_compiled(block) else run_recorded
@@ -137,12 +147,22 @@ class Profiler:
             result, structure = run(forward, args, kwargs, argument, offloads=self._offloads)
         drawn = rng_used.unrestored(block, structure.generators.values())
         inputs.forward_done()
-        if structure.is_measured_later:
-            return result, None
-        check_units(name, structure)
-        call = BlockCall(name, block, forward, (args, kwargs), structure)
-        _note_held(call, result, inputs)
-        recorded = structure.values()
+
+        def costs() -> ProfiledBlock | None:
+            if structure.is_measured_later:
+                return None
+            check_units(name, structure)
+            call = BlockCall(name, block, forward, (args, kwargs), structure)
+            _note_held(call, result, inputs)
+            no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
+            return self._costs(call, result, inputs, drawn, no_rerun)
+
+        return result, costs
+
+    def _costs(
+        self, call: BlockCall, result: Any, inputs: Any, drawn: str | None, no_rerun: str | None
+    ) -> ProfiledBlock:
+        name, block, recorded = call.name, call.block, call.structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
         as_found, key = functools.partial(inputs.as_found, checks=False), _structure_key(block, without_sizes(values))
@@ -151,12 +171,11 @@ class Profiler:
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
 
         def profiled() -> BlockProfile:
-            no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)
             with as_found(), _explained(name):
                 return _profiled(call, values, recorded, no_rerun=no_rerun)
 
         profile = self._known_or(profiled, block, values, drawn, _passes_on(call.arguments))
-        return result, _profiled_block(call, profile, places, result)
+        return _profiled_block(call, profile, places, result)
 
     def _known_or(
         self, profiled: Callable[[], BlockProfile], block: torch.nn.Module, values: tuple[Value, ...], *others: Any
@@ -266,7 +285,7 @@ def _profiled(
             run.backward(roots, [torch.ones_like(root) for root in roots])
         no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
         call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
-        times, no_rerun = _times(call, values, _moved(recorded), no_rerun)
+        times, no_rerun = block_times(call, values, recorded, no_rerun)
         values = _timed_again(call, values)
         peaks = block_peaks(call, _replaying(recorded), can_rerun=no_rerun is None)
     values = tuple(dataclasses.replace(value, offload_s=times.offload_s * value.offloadable) for value in values)
@@ -314,46 +333,6 @@ def _replaying(values: tuple[Value, ...]) -> list[Policy]:
     most = max(beside, key=beside.__getitem__, default="")
     one = {value.name: Action.RECOMPUTE if value.name == most else Action.KEEP for value in needed}
     return [[], one] if beside.get(most) else [[]]
-
-
-def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
-    """Return a policy, by places, that offloads the smallest values and keeps the rest; may be empty."""
-    may = sorted((v for v in values if v.offloadable and v.name != BLOCK_INPUT), key=lambda value: value.nbytes)
-    total = itertools.accumulate(value.nbytes for value in may)
-    some = {value.name for value, nbytes in zip(may, total, strict=True) if value is may[0] or nbytes <= _MOVED_BYTES}
-    names = (value.name for value in values if value.needed and value.name != BLOCK_INPUT)
-    return {name: Action.OFFLOAD if name in some else Action.KEEP for name in names} if some else {}
-
-
-def _times(
-    call: BlockCall, values: tuple[Value, ...], moved: Mapping[str, Action], no_rerun: str | None
-) -> tuple[Times, str | None]:
-    """Return the times of a block, and why it must not be rerun."""
-    device = call.structure.device
-    policies: tuple[Policy, ...] = ([], "recompute", moved)
-    ways = [functools.partial(call.isolate, call.in_region(policy)) for policy in policies]
-    offloading = None
-    if moved and devices.accelerator_of(device.type) is not None:
-        num_moved = sum(action is Action.OFFLOAD for action in moved.values())
-        offloading = Offloading(ways[2], num_moved, sum(value.offloadable for value in values))
-    timed = functools.partial(
-        fastest,
-        call.isolate,
-        recorded=ways[0],
-        device=device,
-        num_values=len(values),
-        offloading=offloading,
-    )
-    if no_rerun is None:
-        # A block that runs other operators each time fails in a rerun, as does one that cannot run in backward: it is
-        # planned without reruns. A block that fails without a rerun, or because a failed rerun left state behind, fails
-        # again.
-        try:
-            return timed(rerun=ways[1]), None
-        except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "").rstrip(".")
-            no_rerun = f"it failed with {type(error).__name__}: {first_line}"
-    return timed(rerun=None), no_rerun
 
 
 def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -131,6 +131,10 @@ class AllocatorMeter(_Observer):
         if not self._num_muted:
             self._peak_bytes = max(self._peak_bytes, self.allocator.peak_bytes(self.device))
 
+    @property
+    def live_bytes(self) -> int:
+        return self.allocator.allocated_bytes(self.device)
+
     def take(self) -> tuple[int, int]:
         _see(self.device)
         live_bytes = _start_again(self.allocator, self.device)
@@ -167,9 +171,6 @@ class AllocatorMeter(_Observer):
         finally:
             _see(self.device)
             self._num_muted = num
-
-    def storages(self) -> None:
-        return None
 
     def left_bytes(self, gradients: list[torch.Tensor]) -> int:
         return 0  # the allocator counts it already

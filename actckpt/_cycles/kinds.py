@@ -291,7 +291,7 @@ class Kind:
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
         if limit_bytes is None:
-            limit_bytes = (1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes
+            limit_bytes = max((1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes, 1.0)
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:

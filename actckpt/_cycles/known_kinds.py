@@ -79,6 +79,11 @@ class KnownKinds:
         """Return all kinds with their own plan."""
         return [*self._kinds.values()]
 
+    def forget(self) -> None:
+        """Measure all kinds anew: the blocks are others."""
+        self._kinds.clear()
+        self._separate.clear()
+
     def find(self, key: CycleKey) -> Found:
         """Return the kind as which a cycle runs."""
         if (known := self._kinds.get(key)) is not None:

@@ -5,7 +5,8 @@
    (evaluation, generation) are not part of a cycle.
 2. Cycles of one kind (shapes, dtypes, flags, mode, autocast, trained parameters, whether earlier micro-batches count)
    share a plan. The first cycle of a kind is *measured*: every block drops all that it can and is profiled, and a meter
-   records the peak of each segment (`timeline`). Compiled blocks run once before they are measured.
+   records the peak of each segment (`timeline`). Compiled blocks run once before they are measured. Large modules
+   outside of the blocks become blocks, and the kind is measured again (`added_blocks`).
 3. The next cycle solves for the budget and runs the plan under a meter. The observed peaks correct the model. The loop
    solves again, at most three times, if the budget is exceeded, or if more than 2 % of it is unused while values are
    dropped. The fastest plan that fits is kept (stage *fit*).
@@ -37,6 +38,8 @@ from actckpt._core import torch_private
 from actckpt._core.memory_by_module import explain
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._cycles import warnings as texts
+from actckpt._cycles.added_blocks import AddedBlocks
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
@@ -46,16 +49,7 @@ from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Call, Cycle
-from actckpt._cycles.warnings import (
-    CHECKPOINTED,
-    COMPILED,
-    GROWS,
-    MANY_SIZES,
-    NO_OUTPUTS,
-    TWO_THREADS,
-    UNREAD,
-    warn_compiled,
-)
+from actckpt._cycles.warnings import warn_compiled
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -96,9 +90,11 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
+        self._added = AddedBlocks(self._model, self._forwards, is_on=self._config.adds_blocks)
         self._calls = MeteredCalls(
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
+            added=self._added,
         )
         self._warned: set[str] = set()
         self._outside: OutsideModules | None = None
@@ -185,7 +181,7 @@ class BudgetLoop:
             if self._is_smaller:
                 self._measure_again()
             elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
-                self._warn(GROWS)
+                self._warn(texts.GROWS)
 
     def explain(self, error: RuntimeError) -> None:
         """Add a table of memory by module to the error of a block that ran out of memory."""
@@ -217,14 +213,14 @@ class BudgetLoop:
             use_settings(self._forwards, {})
             return
         if checkpoint_around() is not None:
-            raise BlocksError(CHECKPOINTED)
+            raise BlocksError(texts.CHECKPOINTED)
         if self._num_unread >= _MOST_UNREAD:
-            self._warn(UNREAD.format(_MOST_UNREAD, self.model_name))
+            self._warn(texts.UNREAD.format(_MOST_UNREAD, self.model_name))
         self.is_called = True
         cycle = self._cycle
         if cycle is not None and cycle.thread != threading.get_ident():
             if self._is_measuring():
-                raise BlocksError(TWO_THREADS)
+                raise BlocksError(texts.TWO_THREADS)
             cycle.is_void = True
         if cycle is not None and cycle.num_forwards >= _MOST_FORWARDS and cycle.num_backwards:
             self._give_up_cycle()
@@ -237,12 +233,12 @@ class BudgetLoop:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
         newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
         if newly_compiled:
-            self._kinds = KnownKinds(self._new_kind)
+            self._kinds.forget()
         key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)
         self._kind = kind
         if kind is None:
-            self._warn(MANY_SIZES)
+            self._warn(texts.MANY_SIZES)
         poll(self._device)
         if kind is not None and kind.stage != "settled":
             free_older(self._device, collects_garbage=kind.begins_to_measure)
@@ -258,8 +254,9 @@ class BudgetLoop:
             cycle.watch = watch_of(self._device, own, older, starts_again=kind is not None and kind.looks)
         cycle.note("begin")
         self._calls.begin(cycle, kind)
-        if self._is_measuring() and cycle.meter is not None and (storages := cycle.meter.storages()) is not None:
-            self._outside = OutsideModules(self._model, self._forwards, storages)
+        if self._is_measuring() and cycle.meter is not None:
+            meter = cycle.meter
+            self._outside = OutsideModules(self._model, self._forwards, lambda: meter.live_bytes)
         is_watched = cycle.meter is not None or (kind is not None and kind.outlives_outputs)
         for forward in self._forwards.values():
             forward.instead = self._calls.call if is_watched else None
@@ -316,7 +313,7 @@ class BudgetLoop:
         self._calls.life = None
         cycle.is_void = True
         if cycle.calls and self._is_measuring() and sys.exc_info()[0] is None and self._calls.are_trained:
-            self._warn(NO_OUTPUTS)
+            self._warn(texts.NO_OUTPUTS)
         self._gone(self._epoch)
 
     def _follow(self, outputs: list[torch.Tensor]) -> None:
@@ -346,11 +343,15 @@ class BudgetLoop:
             cycle = self._cycle
             self.num_calls.update(call.block for call in cycle.calls)
             if not cycle.calls and cycle.num_backwards and not cycle.is_void and self._is_measuring():
-                self._warn(COMPILED)
+                self._warn(texts.COMPILED)
             self._close_cycle()
-            if self._kind is not None and not self._is_smaller:
-                self._kind.end(cycle, self._calls.settled)
-            elif self._kind is not None and not cycle.is_void and not self._kind.knows_order(cycle):
+            kind = self._kind
+            if kind is not None and kind.is_measured_now and self._added.add(cycle):
+                self._kinds.forget()
+                self._kind = None
+            elif kind is not None and not self._is_smaller:
+                kind.end(cycle, self._calls.settled)
+            elif kind is not None and not cycle.is_void and not kind.knows_order(cycle):
                 self._measure_again()
             self._calls.begin()
 

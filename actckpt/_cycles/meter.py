@@ -18,18 +18,15 @@ either; they take up to 512 KiB in audited cycles.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from actckpt._blocks.outside import MadeStorages
 from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of
 from actckpt._cycles.allocator_meter import AllocatorMeter, Older
@@ -46,6 +43,10 @@ class Meter(Protocol):
     def is_counting(self) -> bool:
         """Whether it has started and not ended."""
 
+    @property
+    def live_bytes(self) -> int:
+        """The live bytes, from any base."""
+
     def take(self) -> tuple[int, int]:
         """Return the live bytes, and the peak since the last call."""
 
@@ -60,9 +61,6 @@ class Meter(Protocol):
 
     def left_bytes(self, gradients: list[torch.Tensor]) -> int:
         """Return the bytes it counted that are still alive, without these tensors. Called once it has ended."""
-
-    def storages(self) -> MadeStorages | None:
-        """Return the storages that it counts, in the order of creation; None if it counts only bytes."""
 
 
 def meter_of(
@@ -87,8 +85,7 @@ class _ModeMeter(LiveStorages):
 
     def __init__(self, held: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters=parameters, device="cpu")
-        self._num_muted, self.num_made = 0, 0
-        self._orders = dict[int, int]()
+        self._num_muted = 0
         for storage in storages_of(held):
             self._note_output(storage, is_new=True)
         above = [torch_private.pop_mode() for _ in range(torch_private.num_dispatch_modes())]
@@ -105,35 +102,12 @@ class _ModeMeter(LiveStorages):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _note_output(self, storage: torch.UntypedStorage, *, is_new: bool) -> None:
-        if self._num_muted:
-            return
-        is_known = self._entry(storage) is not None
-        super()._note_output(storage, is_new=is_new)
-        if not is_known:
-            self._orders[id(storage)] = self.num_made
-            self.num_made += 1
-
-    def storages(self) -> MadeStorages:
-        return self
+        if not self._num_muted:
+            super()._note_output(storage, is_new=is_new)
 
     def left_bytes(self, gradients: list[torch.Tensor]) -> int:
         known = [storage for storage in storages_of(gradients) if self._entry(storage) is not None]
         return self.live_bytes - sum(storage.nbytes() for storage in known)
-
-    def has_made(self, storage: torch.UntypedStorage, *, since: int) -> bool:
-        """Return whether a storage was created after the first `since` storages."""
-        with self._lock:
-            return self._entry(storage) is not None and self._orders[id(storage)] >= since
-
-    def made_by(self) -> Callable[[int], int]:
-        """Return a function that maps a number of storages to the live bytes among the first that many."""
-        with self._lock:
-            self._count_deaths()
-            rows = [(self._orders[key], entry.nbytes) for key, entry in self._entries.items() if not entry.is_gradient]
-        rows.sort()
-        orders = [order for order, _ in rows]
-        sums = [*itertools.accumulate((nbytes for _, nbytes in rows), initial=0)]
-        return lambda number: sums[bisect.bisect_left(orders, number)]
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from actckpt._budget.profiled_block import ProfiledBlock
 from actckpt._budget.profiling import Profiler
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
+from actckpt._cycles.added_blocks import AddedBlocks
 from actckpt._cycles.forward_life import ForwardLife, Held
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.settled_block import SettledBlock, settled
@@ -32,10 +33,11 @@ class MeteredCalls:
     Args:
         is_inside: whether a forward of the model runs in this thread.
         offloads: whether plans may offload.
+        added: blocks that need not be blocks, if they cannot be profiled.
     """
 
-    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool]) -> None:
-        self._is_inside = is_inside
+    def __init__(self, is_inside: Callable[[], bool], offloads: Callable[[], bool], added: AddedBlocks) -> None:
+        self._is_inside, self._added = is_inside, added
         self._offloads = offloads
         #: By device, and whether plans may offload.
         self._profilers: dict[tuple[torch.device, bool], Profiler] = {}
@@ -118,7 +120,9 @@ class MeteredCalls:
         if key not in self._profilers:
             self._profilers[key] = Profiler(offloads=offloads, step=self._unmuted)
         with self._cycle.meter.muted():
-            result, block = self._profilers[key].call(forward.name, forward.block, forward.original(), args, kwargs)
+            failed = self._added.reject if forward.name in self._added else None
+            profiler, original = self._profilers[key], forward.original()
+            result, block = profiler.call(forward.name, forward.block, original, args, kwargs, failed)
             if offloads:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
         if block is not None:  # else the cycle is measured again

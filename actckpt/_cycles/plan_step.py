@@ -64,7 +64,7 @@ def planned(
             checked()
     finally:
         loop.close()
-        unpatch(blocks)
+        unpatch({name: forward.block for name, forward in forwards.items()})
         state.put_back()
         flush(device_of(model))
     plan = loop.plan
