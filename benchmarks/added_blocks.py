@@ -65,7 +65,7 @@ def measure(name: str, images: int) -> dict[str, Any]:
     x = torch.randn(images, 3, 64, 64)
     plain = copy.deepcopy(model)
     expected, peaks = zip(*(_step(plain, x) for _ in range(_NUM_STEPS)), strict=True)
-    row: dict[str, Any] = {"model": name, "plain_bytes": peaks[-1]}
+    row: dict[str, Any] = {"plain_bytes": peaks[-1]}
     repeated = actckpt.apply(copy.deepcopy(model))
     budget = {"activation_budget": 1, "race": False}
     options: dict[str, dict[str, Any]] = {
@@ -91,17 +91,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    figures = {}
     for name in arguments.models:
-        rows.append(measure(name, arguments.images))
-        print(rows[-1], flush=True)
+        figures[name] = measure(name, arguments.images)
+        print(name, figures[name], flush=True)
     result = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()} CPU, one thread",
         "torch": torch.__version__,
         "timm": timm.__version__,
         "images": arguments.images,
-        "rows": rows,
+        "figures": figures,
     }
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -85,6 +85,11 @@ def test_peaks_under_autocast_are_those_of_the_results(name: str) -> None:
     _says("docs/benchmarks.md", "SAM's encoder" if name == "SAM" else name, ratios)
 
 
+def test_peaks_with_added_blocks_are_those_of_the_results() -> None:
+    for name, figures in _figures("added_blocks").items():
+        _says("docs/benchmarks.md", name, [figures["recompute"], figures["added"]])
+
+
 @pytest.mark.parametrize("width", [1024, 256])
 def test_steps_with_offload_are_those_of_the_results(width: int) -> None:
     found = _figures("offload_disk")[f"test_fall_of_resident_memory_and_time_of_a_step[{width}]"]
