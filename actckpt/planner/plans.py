@@ -92,6 +92,13 @@ class Plan:
     #: The version of actckpt that made it.
     version: str = __version__
 
+    def __repr__(self) -> str:
+        """Return one line; `table` and `explain` say more."""
+        peak, budget = format_bytes(int(self.peak_bytes)), format_bytes(int(self.budget_bytes))
+        percent = 100 * self.overhead_seconds / self.plain_seconds if self.plain_seconds else 0.0
+        what = "plan" if self.chosen == "plan" else f"plan {self.chosen!r}"
+        return f"<{what} for {len(self.actions)} block calls: {peak} of {budget}, steps take {percent:.1f} % more>"
+
     @property
     def overhead_seconds(self) -> float:
         """Seconds that a step takes longer than one in which everything is kept."""

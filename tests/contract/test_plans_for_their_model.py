@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from functools import cache
 
@@ -73,6 +74,10 @@ def test_another_model_is_refused(other, message: str) -> None:
         actckpt.apply(model, policy=_plan())
     with pytest.raises(actckpt.errors.BlocksError, match="none of the"):
         actckpt.remove(model)  # nothing was applied
+
+
+def test_a_plan_shows_itself_in_one_line() -> None:
+    assert re.fullmatch(r"<plan for 4 block calls: [\d.]+ KiB of [\d.]+ KiB, steps take [\d.]+ % more>", repr(_plan()))
 
 
 def test_types_that_derive_from_those_of_the_plan_hold() -> None:
