@@ -10,8 +10,9 @@ from typing import Any
 from actckpt._C import EVERYTHING_STAYS
 from actckpt._core.devices import is_capturing
 from actckpt._core.random_state import GetTracker
-from actckpt._core.sites import is_code_running, modules_on_stack
+from actckpt._core.sites import is_code_running, modules_on_stack, warn_once, warn_user
 from actckpt._core.torch_private import Hooks, disable_dynamo, outer_hooks, without_tensor_hooks
+from actckpt._core.warning_texts import WarningText
 from actckpt._offload.session import DEFAULT_MIN_BYTES, Offloading, Session
 from actckpt._rerun.held_call import HeldCall, tensors_of
 
@@ -20,6 +21,7 @@ __all__ = [
     "GetTracker",
     "HeldCall",
     "Hooks",
+    "WarningText",
     "disable_dynamo",
     "everything_stays",
     "is_capturing",
@@ -27,6 +29,8 @@ __all__ = [
     "modules_on_stack",
     "offloading_hooks",
     "tensors_of",
+    "warn_once",
+    "warn_user",
     "without_tensor_hooks",
 ]
 

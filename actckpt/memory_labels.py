@@ -11,14 +11,16 @@ import torch
 from actckpt import _C
 from actckpt._core import devices
 from actckpt._core.observing_mode import ObservingMode
-from actckpt._core.sites import module_name, warn_user
+from actckpt._core.sites import module_name, warn_once
+from actckpt._core.warning_texts import WarningText
 from actckpt._offload.device import is_bringing_back
 
 __all__ = ["label_memory"]
 
-_NO_LABELS = (
-    "label_memory: nothing is labelled, and memory snapshots have no labels of actckpt: {}. Labels are for CUDA "
-    "devices, and a torch that has torch.cuda.memory._set_memory_metadata."
+_NO_LABELS = WarningText(
+    "label_memory: nothing is labelled, and memory snapshots have no labels of actckpt: {reason}.",
+    "Use a CUDA device and a torch that has torch.cuda.memory._set_memory_metadata.",
+    per="process",
 )
 
 
@@ -47,7 +49,7 @@ def label_memory() -> Iterator[None]:
     labels = None if accelerator is None else accelerator.memory_labels()
     if labels is None:
         where = "there is no device" if accelerator is None else f"torch {torch.__version__} labels no memory there"
-        warn_user(_NO_LABELS.format(where))
+        warn_once(_NO_LABELS, reason=where)
         yield
         return
     before = labels.get()

@@ -16,14 +16,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from actckpt import _C
-from actckpt._core.sites import warn_user
+from actckpt._core.sites import warn_once
+from actckpt._core.warning_texts import WarningText
 from actckpt.errors import BlocksError
 
 __all__ = ["is_checkpointing_layer", "without_cache"]
 
 #: The block from whose arguments a cache was first removed.
 _taken_from: WeakKeyDictionary[Any, "ref[torch.nn.Module]"] = WeakKeyDictionary()
-_warned: set[tuple[str, str]] = set()
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -46,7 +46,7 @@ def without_cache(
     if not is_checkpointing_layer(block) or getattr(block, "_can_checkpoint_with_cache", False):
         return args, kwargs
     if not block.training:
-        _warn_once(block, _IN_EVALUATION)
+        _warn(_IN_EVALUATION, block)
         return None
     names = list(inspect.signature(forward).parameters)[: len(args)]
     rest = args[len(names) :]
@@ -77,7 +77,7 @@ def _taken(block: torch.nn.Module, name: str, value: Any, kind: Any) -> Any:
         _taken_from[value] = ref(block)
     elif first() is block and not _C.is_rerunning():
         raise BlocksError(_words_of_second_call(block, value))
-    _warn_once(block, _IN_TRAINING)
+    _warn(_IN_TRAINING, block)
     return None
 
 
@@ -87,28 +87,31 @@ def _is_empty(cache: Any) -> bool:
     return not any(tensor.dim() > 1 and tensor.numel() > 0 for tensor in tensors)
 
 
-def _warn_once(block: torch.nn.Module, what: str) -> None:
-    kind = type(block).__name__
-    if (kind, what) not in _warned:
-        _warned.add((kind, what))
-        warn_user(f"apply: {kind} is given a key-value cache. {what} {_WAYS_OUT}")
+def _warn(text: WarningText, block: torch.nn.Module) -> None:
+    name = type(block).__name__
+    warn_once(text, name, block=name)
 
 
-_IN_TRAINING = (
-    "It is taken away: training does not read it, and it would hold the keys and values of every block until backward "
-    "(Transformers' own gradient checkpointing takes it away too)."
+_ADVICE = (
+    "Pass use_cache=False or set model.config.use_cache = False. To train through the cache, pass apply any policy but "
+    "'recompute'."
 )
-_IN_EVALUATION = (
-    "In evaluation such a block runs without being checkpointed, as with Transformers' own gradient checkpointing."
+_IN_TRAINING = WarningText(
+    "apply: {block} is given a key-value cache. It is removed, as by Transformers' own gradient checkpointing: "
+    "training does not read it, and it would hold the keys and values of every block until backward.",
+    _ADVICE,
+    per="type of block",
 )
-_WAYS_OUT = (
-    "Pass use_cache=False or set model.config.use_cache = False, which also silences this; to train through the cache, "
-    "pass apply any policy but 'recompute'."
+_IN_EVALUATION = WarningText(
+    "apply: {block} is given a key-value cache in evaluation. It runs without being checkpointed, as with "
+    "Transformers' own gradient checkpointing.",
+    _ADVICE,
+    per="type of block",
 )
 
 
 def _words_of_second_call(block: torch.nn.Module, cache: Any) -> str:
     return (
         f"apply: {type(block).__name__} is given a {type(cache).__name__} for the second time, and it is empty: it was "
-        f"taken away from the blocks in the first call.\n{_WAYS_OUT}"
+        f"removed from the arguments of the blocks in the first call.\n{_ADVICE}"
     )

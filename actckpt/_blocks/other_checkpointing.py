@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 
 __all__ = ["holders", "is_on", "restore", "take_over"]
 
@@ -20,6 +21,10 @@ __all__ = ["holders", "is_on", "restore", "take_over"]
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 #: Replaces a flag that was on. It is false, follows its module into copies, and no library sets it.
 _TAKEN_OVER = None
+_IS_ON = WarningText(
+    "apply: the own gradient checkpointing of {model} is on, with {options}. actckpt replaces it and leaves that out.",
+    "Pass apply a policy or blocks instead, or call actckpt.remove(model) to use the library's.",
+)
 #: Options of their checkpoints that have no effect here.
 _WITHOUT_EFFECT = ("use_reentrant", "preserve_rng_state", "determinism_check", "early_stop")
 
@@ -64,11 +69,7 @@ def take_over(model: Module, blocks: Mapping[str, Module]) -> None:
             if getattr(module, flag, False):
                 setattr(module, flag, _TAKEN_OVER)
     if asked:
-        warn_user(
-            f"apply: the own gradient checkpointing of {type(model).__name__} is on, with {', '.join(sorted(asked))}. "
-            "actckpt takes its place and leaves that out. Pass apply a policy or blocks instead, or call "
-            "actckpt.remove(model) to have the library's."
-        )
+        warn_user(_IS_ON, model=type(model).__name__, options=", ".join(sorted(asked)))
 
 
 def restore(model: Module) -> None:

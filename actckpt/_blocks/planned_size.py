@@ -8,6 +8,7 @@ from typing import Any
 from actckpt._blocks.arguments import bytes_of, first_tensor
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._core.warning_texts import WarningText
 from actckpt._text.sizes import format_bytes
 from actckpt.planner.costs import BLOCK_INPUT
 from actckpt.planner.plans import Plan
@@ -61,6 +62,14 @@ def _hidden_bytes(arguments: Any) -> tuple[float, ...]:
     return (bytes_of(first_tensor(arguments)),)
 
 
+_LARGER = WarningText(
+    "apply: block {block!r} is given {given} of hidden states, and the plan was made for {planned}: memory may exceed "
+    "its budget of {budget}.",
+    "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for each size.",
+    per="model",
+)
+
+
 class _Warning:
     """Warns that a plan for one size runs a larger one without being replanned."""
 
@@ -68,12 +77,9 @@ class _Warning:
         self._block, self._nbytes, self._budget_bytes = block, nbytes, plan.budget_bytes
 
     def __call__(self, _: Any, __: str, sizes: tuple[float, ...]) -> None:
-        warn_user(
-            f"apply: block {self._block!r} is given {format_bytes(sizes[0])} of hidden states, and the plan was made "
-            f"for {format_bytes(self._nbytes)}: memory may be above its budget of {format_bytes(self._budget_bytes)}. "
-            "Make the plan with the largest batch, or use actckpt.apply(model, budget=...), which makes a plan for "
-            "each size. Shown once."
-        )
+        sizes_in_bytes = {"given": sizes[0], "planned": self._nbytes, "budget": self._budget_bytes}
+        texts = {name: format_bytes(nbytes) for name, nbytes in sizes_in_bytes.items()}
+        warn_user(_LARGER, block=self._block, **texts)
 
 
 def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:

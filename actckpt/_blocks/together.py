@@ -13,6 +13,7 @@ from actckpt._blocks.other_checkpointing import holders, is_on, take_over
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._core.warning_texts import WarningText
 from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
 from actckpt.planner.plans import Plan
@@ -22,18 +23,25 @@ __all__ = ["AppliedBlocks"]
 _MAX_NAMES = 5
 #: Maximum number of plans whose last recorded step is kept.
 _MAX_RECORDINGS = 8
-_NEVER_CALLED = (
-    "apply: there is a budget, but {0} itself was not called in a step that called backward, only blocks of it. No "
-    "plan is made then, and all blocks are checkpointed. Give apply the part of {0} that each step calls, or a module "
-    "of your own whose forward makes all calls of a step. Shown once."
+_NEVER_CALLED = WarningText(
+    "apply: there is a budget, but {model} itself was not called in a step that called backward, only blocks of it. No "
+    "plan is made, and all blocks are checkpointed.",
+    "Give apply the part of {model} that each step calls, or a module whose forward makes all calls of a step.",
+    per="model",
 )
-
-_UNPLANNED = (
-    "apply: block {!r} runs, and did not when the plan was made, or less often: with layer dropout, say, or in a loop "
-    "whose length depends on the data. It is recomputed, and {}. Pass a smaller budget, or let all blocks run in the "
-    "first step. Shown once."
+_IDLE = WarningText(
+    "apply: {idle} of {blocks} blocks did not run in a step that called backward: {names}. They reduce no memory.",
+    "If the model never calls these modules, but methods or parts of them, pass blocks= to actckpt.apply, those that "
+    "it calls. If it skips blocks at random (layer dropout), ignore this.",
+    per="model",
 )
-_ADDED = "this step may need more than the budget: from the next one on the plan has it"
+_UNPLANNED = WarningText(
+    "apply: block {block!r} runs, and did not when the plan was made, or less often: for example with layer dropout, "
+    "or in a loop whose length depends on the data. It is recomputed, and {consequence}.",
+    "Pass a smaller budget, or let all blocks run in the first step.",
+    per="model",
+)
+_ADDED = "this step may need more than the budget; plans from the next step on include it"
 _NOT_ADDED = "steps in which it runs may need more than the budget"
 
 
@@ -243,7 +251,7 @@ class AppliedBlocks:
         self.is_checked = True
         self.matches.end("apply: the blocks")
         if self.training is not None and not self.training.is_called:
-            warn_user(_NEVER_CALLED.format(self.training.model_name))
+            warn_user(_NEVER_CALLED, model=self.training.model_name)
         self.tell_idle()
 
     def tell_idle(self) -> None:
@@ -251,16 +259,12 @@ class AppliedBlocks:
         idle = [name for name, forward in self.forwards.items() if not forward.has_run]
         if idle:
             more = f" and {len(idle) - _MAX_NAMES} more" if len(idle) > _MAX_NAMES else ""
-            warn_user(
-                f"apply: {len(idle)} of {len(self.forwards)} blocks did not run in a step that called backward: "
-                f"{', '.join(idle[:_MAX_NAMES])}{more}. Nothing is saved there. If the model never calls these modules "
-                "(at most methods or parts of them), pass blocks= to actckpt.apply, those that it calls; if it skips "
-                "blocks at random (layer dropout), all is well. Shown once.",
-            )
+            names = ", ".join(idle[:_MAX_NAMES]) + more
+            warn_user(_IDLE, idle=len(idle), blocks=len(self.forwards), names=names)
 
     def tell_unplanned(self, name: str) -> None:
         """Warn once that a block runs which the plan does not cover, or more often than in the plan."""
         is_added = self.training is not None and self.training.ran_unplanned(name)
         if not self._has_told_unplanned:
             self._has_told_unplanned = True
-            warn_user(_UNPLANNED.format(name, _ADDED if is_added else _NOT_ADDED))
+            warn_user(_UNPLANNED, block=name, consequence=_ADDED if is_added else _NOT_ADDED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt._text.suggestions import did_you_mean
@@ -17,13 +18,17 @@ OnInfeasible = Literal["warn", "raise"]
 _RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: Warn again if a step needs this many times what the last warning said.
 _WARN_AGAIN = 1.05
-_RUNS_LEAST = (
-    "apply: {} Until then the plan that needs least runs, which exceeds the budget; on_infeasible='raise' raises "
-    "instead."
+_PER = "model, and again for a larger smallest budget"
+_RUNS_LEAST = WarningText(
+    "apply: {why_no_plan_fits} Until then the plan with the smallest peak runs, which exceeds the budget.",
+    "Pass on_infeasible='raise' to get an error instead.",
+    per=_PER,
 )
-_LATE = (
-    "apply: steps need more memory than was known when their plan was made, or less of it is free, and with that no "
-    "plan fits. From now on the plan runs that needs least. {}"
+_LATE = WarningText(
+    "apply: steps need more memory than was known when their plan was made, or less of it is free, and no plan fits "
+    "any more. From now on the plan with the smallest peak runs, which exceeds the budget. {why_no_plan_fits}",
+    "Let the largest step be among the first.",
+    per=_PER,
 )
 
 
@@ -73,4 +78,4 @@ class Infeasible:
         smallest_bytes = error.smallest_bytes or 0.0
         if smallest_bytes > _WARN_AGAIN * self._warned_bytes:
             self._warned_bytes = smallest_bytes
-            warn_user((_LATE if is_late else _RUNS_LEAST).format(error))
+            warn_user(_LATE if is_late else _RUNS_LEAST, why_no_plan_fits=error)

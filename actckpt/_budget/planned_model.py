@@ -9,6 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -16,6 +17,11 @@ __all__ = ["check_planned_for", "facts_of"]
 
 #: Part of the names of modules inside a `torch.compile` wrapper.
 _COMPILED = "_orig_mod."
+_OTHER_TORCH = WarningText(
+    "apply: the plan was made with torch {planned}, and this is {present}: operators may save other values, and take "
+    "other times. Gradients are the same; memory may exceed the budget.",
+    "Make the plan again with the present version.",
+)
 _AGAIN = "Make the plan again with actckpt.plan, or pass the budget to apply, which plans while the model trains."
 
 
@@ -68,10 +74,7 @@ def check_planned_for(plan: Plan, model: torch.nn.Module) -> None:
     if difference:
         raise BlocksError(f"apply: the plan was made for another {plan.model['type']}: {difference}. {_AGAIN}")
     if plan.model["torch"].split(".")[:2] != torch.__version__.split(".")[:2]:
-        warn_user(
-            f"apply: the plan was made with torch {plan.model['torch']}, and this is {torch.__version__}: operators "
-            "may save other values, and take other times. Gradients are the same; memory may be above the budget."
-        )
+        warn_user(_OTHER_TORCH, planned=plan.model["torch"], present=torch.__version__)
 
 
 def _other_block(then: Mapping[str, list[str]], named: Mapping[str, torch.nn.Module]) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 from actckpt import config
 from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 
 __all__ = ["BELOW", "put_back", "replaced", "take_off", "unknown", "warn", "why_kept", "without_own"]
 
@@ -71,18 +72,21 @@ def why_kept(mode: Any) -> str:
     )
 
 
+_MAY_CHANGE_RESULTS = WarningText(
+    "The dispatch mode {mode} is active around a region and may change what operators return. The region keeps what "
+    "its policy would recompute, so that gradients are right.",
+    "If the mode changes no results, pass actckpt.configure(observers=[{name}]). Or use checkpoint(fn, ...) without a "
+    "policy, which runs the function again below the mode.",
+    per="type of mode",
+)
+
+
 def warn(modes: Modes) -> None:
     """Warn, once per type, of modes below a region's recorder."""
     for kind in dict.fromkeys(map(type, modes)):
-        if kind in _warned:
-            continue
-        _warned.add(kind)
-        warn_user(
-            f"The dispatch mode {_name_of(kind)} is active around a region and may change what operators return. The "
-            "region keeps what its policy would recompute, so that gradients stay right. If the mode changes no "
-            f"results, name it: actckpt.configure(observers=[{kind.__name__}]). checkpoint(fn, ...) without a "
-            "policy runs the function again below the mode. This is said once per type of mode."
-        )
+        if kind not in _warned:
+            _warned.add(kind)
+            warn_user(_MAY_CHANGE_RESULTS, mode=_name_of(kind), name=kind.__name__)
 
 
 def take_off() -> Modes:

@@ -8,11 +8,19 @@ from typing import Any, TypeAlias
 import torch
 
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 
 __all__ = ["Optimizers", "optimizers_of", "trained_by", "trains"]
 
 #: One optimizer, several (for example one for matrices and one for the rest), or none.
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+_TRAINS_NOTHING = WarningText(
+    "{function}: optimizer {optimizers} trains no parameter of this {model}.",
+    "Pass the one that does, made after the model was moved or wrapped. If it trains copies of the parameters, ignore "
+    "this.",
+)
 
 
 def optimizers_of(passed: Optimizers, model: torch.nn.Module, what: str) -> tuple[torch.optim.Optimizer, ...]:
@@ -33,10 +41,7 @@ def optimizers_of(passed: Optimizers, model: torch.nn.Module, what: str) -> tupl
     )
     if optimizers and not any(trains(optimizer, model) for optimizer in optimizers):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-        warn_user(
-            f"{what}: optimizer {names} trains no parameter of this {type(model).__name__}. Pass the one that does "
-            "(made after the model was moved or wrapped); if it trains copies of the parameters, all is well."
-        )
+        warn_user(_TRAINS_NOTHING, function=what, optimizers=names, model=type(model).__name__)
     return optimizers
 
 

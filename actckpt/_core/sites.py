@@ -12,12 +12,21 @@ from typing import TypeAlias
 
 import torch
 
-from actckpt._error_base import ActckptWarning
+from actckpt._core.warning_texts import WarningText
 
-__all__ = ["is_code_running", "module_name", "modules_on_stack", "qualified_name", "user_line", "warn_user"]
+__all__ = [
+    "is_code_running",
+    "module_name",
+    "modules_on_stack",
+    "qualified_name",
+    "user_line",
+    "warn_once",
+    "warn_user",
+]
 
 _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 _OWN_FOLDER = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_shown: set[tuple[WarningText, str]] = set()
 
 
 def user_line() -> str:
@@ -30,7 +39,7 @@ def user_line() -> str:
     return "an unknown line"
 
 
-def warn_user(message: str) -> None:
+def warn_user(text: WarningText, **values: object) -> None:
     """Warn at the innermost line outside torch and actckpt: of the user, who called what led here.
 
     In a thread of autograd's there is none: then at the line that calls this.
@@ -40,7 +49,14 @@ def warn_user(message: str) -> None:
         if _is_users(frame):
             level = number
             break
-    warnings.warn(message, ActckptWarning, stacklevel=level)
+    warnings.warn(text.message(**values), text.category, stacklevel=level)
+
+
+def warn_once(text: WarningText, key: str = "", **values: object) -> None:
+    """Warn once per text and key in this process."""
+    if (text, key) not in _shown:
+        _shown.add((text, key))
+        warn_user(text, **values)
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -54,4 +54,4 @@ class Excesses:
     def _warn(self, peak_bytes: float) -> None:
         if not self._has_warned:
             self._has_warned = True
-            warn_user(EXCEEDS.format(self._model, self._budget, format_bytes(peak_bytes)))
+            warn_user(EXCEEDS, model=self._model, budget=self._budget, peak=format_bytes(peak_bytes))

@@ -38,6 +38,7 @@ from actckpt._core import torch_private
 from actckpt._core.memory_by_module import explain
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
+from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
 from actckpt._cycles.added_blocks import AddedBlocks
 from actckpt._cycles.allocator_meter import free_older, watch_of
@@ -96,7 +97,7 @@ class BudgetLoop:
             offloads=lambda: is_linked(self._device, self._config.pins),
             added=self._added,
         )
-        self._warned: set[str] = set()
+        self._warned: set[WarningText] = set()
         self._outside: OutsideModules | None = None
         self._num_unread = 0
         #: Number of calls of each block.
@@ -215,7 +216,7 @@ class BudgetLoop:
         if checkpoint_around() is not None:
             raise BlocksError(texts.CHECKPOINTED)
         if self._num_unread >= _MOST_UNREAD:
-            self._warn(texts.UNREAD.format(_MOST_UNREAD, self.model_name))
+            self._warn(texts.UNREAD, forwards=_MOST_UNREAD)
         self.is_called = True
         cycle = self._cycle
         if cycle is not None and cycle.thread != threading.get_ident():
@@ -389,7 +390,7 @@ class BudgetLoop:
             self._give_up_cycle()
         del running[num_outer:]
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: WarningText, **values: object) -> None:
         if text not in self._warned:
             self._warned.add(text)
-            warn_user(text.format(self.model_name))
+            warn_user(text, model=self.model_name, **values)

@@ -4,6 +4,7 @@ import logging
 import threading
 
 from actckpt import _C
+from actckpt._core.warning_texts import WarningText
 
 __all__ = [
     "tell_kept",
@@ -18,38 +19,70 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _lock = threading.Lock()
-_warned: set[str] = set()
+_warned: set[tuple[WarningText, str]] = set()
 
 
-def _warn_once(reason: str, message: str, *args: object) -> None:
+_IN_MEMORY = WarningText(
+    "The spill folder {folder} is in memory (tmpfs): offloading to it frees nothing.",
+    "Set another one with actckpt.configure(spill_dir=...).",
+    per="folder",
+)
+_FEW_THREADS = WarningText(
+    "Only {granted} of {requested} threads to copy to the spill file could be made: {reason}. {consequence}",
+    "Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with "
+    "configure(num_workers=...).",
+    per="process",
+)
+_DISK_FULL = WarningText(
+    "The spill file is full: what could not be written stays in memory; nothing is lost. {error}.",
+    "Raise disk_limit, or set spill_dir to a larger file system; actckpt.stats().kept_full counts these tensors.",
+    per="process",
+)
+_DISK_BROKEN = WarningText(
+    "Writing to the spill file fails: what could not be written stays in memory; nothing is lost. {error}.",
+    "Check the disk, or set another spill_dir; actckpt.stats().failed_writes counts these tensors.",
+    per="process",
+)
+_STORE_FULL = WarningText(
+    "No store has room for {tensor} MiB of a GPU tensor: it stays on the GPU. Pinned memory holds {held} of at "
+    "most {limit} MiB.",
+    "Raise configure(host_limit=...), or set spill_dir; actckpt.stats().kept_full counts these tensors.",
+    per="process",
+)
+_DEVICE_FAILED = WarningText(
+    "A device call of the offload engine failed: nothing is offloaded any more, tensors stay on the GPU. {error}.",
+    "Look for an earlier error of the device in this process.",
+    per="process",
+)
+_NO_STORE = WarningText(
+    "Values that prefer to be offloaded stay: {reason}",
+    "Use a policy that recomputes them if they must not stay.",
+    per="type of device",
+)
+_ON_DISK = WarningText(
+    "Pinned host memory is full: GPU tensors go to the spill file, which is slower.",
+    "Raise configure(host_limit=...); actckpt.stats().disk_bytes counts what is there.",
+    per="process",
+)
+
+
+def _warn_once(text: WarningText, key: str = "", **values: object) -> None:
     with _lock:
-        if reason in _warned:
+        if (text, key) in _warned:
             return
-        _warned.add(reason)
-    _log.warning(message, *args)
+        _warned.add((text, key))
+    _log.warning("%s", text.message(**values))
 
 
 def tell_of_memory_folder(folder: str) -> None:
-    _warn_once(
-        f"in memory: {folder}",
-        "The spill folder %s is in memory (tmpfs): offloading to it frees nothing. Set another one with "
-        "actckpt.configure(spill_dir=...).",
-        folder,
-    )
+    _warn_once(_IN_MEMORY, folder, folder=folder)
 
 
 def tell_of_threads(num_granted: int, why: str, num_asked: int) -> None:
     """Log if the system granted fewer copy threads than requested, and why."""
     if num_granted < num_asked:
-        _warn_once(
-            "threads",
-            "Only %d of %d threads to copy to the spill file could be made: %s. %s Raise the limit of threads (ulimit "
-            "-u, pids.max of the cgroup) or of memory (ulimit -v), or ask for fewer with configure(num_workers=...).",
-            num_granted,
-            num_asked,
-            why,
-            "They copy all." if num_granted else "Callers copy, once max_inflight bytes wait.",
-        )
+        consequence = "They copy all." if num_granted else "Callers copy, once max_inflight bytes wait."
+        _warn_once(_FEW_THREADS, granted=num_granted, requested=num_asked, reason=why, consequence=consequence)
 
 
 def tell_of_writes(stats: _C.CpuStats) -> None:
@@ -59,42 +92,26 @@ def tell_of_writes(stats: _C.CpuStats) -> None:
 
 def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
     """Log failed writes, each kind once: a full disk, and a broken one."""
-    kept = "what could not be written stays in memory; nothing is lost. Shown once; actckpt.stats() counts it."
     if num_full:
-        _warn_once("disk full", "The spill file is full: %s %s", kept, error)
+        _warn_once(_DISK_FULL, error=error.rstrip("."))
     if num_failed > num_full:
-        _warn_once("disk broken", "Writing to the spill file fails: %s %s", kept, error)
+        _warn_once(_DISK_BROKEN, error=error.rstrip("."))
 
 
 def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
     """Log why a device tensor stays, unless that is expected."""
     if why == _C.Kept.FULL:
         pool = engine.pool_stats()
-        _warn_once(
-            "full",
-            "No store has room for %.1f MiB of a GPU tensor: it stays on the GPU. Pinned memory holds %.1f of at "
-            "most %.1f MiB. Raise configure(host_limit=...), or set spill_dir. Shown once; "
-            "actckpt.stats().kept_full counts.",
-            nbytes / 2**20,
-            pool.stored_bytes / 2**20,
-            pool.limit_bytes / 2**20,
-        )
+        sizes = {"tensor": nbytes, "held": pool.stored_bytes, "limit": pool.limit_bytes}
+        _warn_once(_STORE_FULL, **{name: f"{size / 2**20:.1f}" for name, size in sizes.items()})
     elif why in (_C.Kept.FAILED, _C.Kept.STRANDED):
-        _warn_once(
-            "device",
-            "A device call of the offload engine failed: nothing is moved any more, tensors stay on the GPU. %s",
-            engine.stats().last_error,
-        )
+        _warn_once(_DEVICE_FAILED, error=engine.stats().last_error.rstrip("."))
 
 
 def tell_no_store(device_type: str, why: str) -> None:
     """Log why a value that prefers to be offloaded stays."""
-    _warn_once(f"no store: {device_type}", "What prefers to be offloaded stays: %s", why)
+    _warn_once(_NO_STORE, device_type, reason=why)
 
 
 def tell_of_disk() -> None:
-    _warn_once(
-        "disk",
-        "Pinned host memory is full: GPU tensors go to the spill file, which is slower. Raise "
-        "configure(host_limit=...) to avoid it. Shown once; actckpt.stats() counts it.",
-    )
+    _warn_once(_ON_DISK)

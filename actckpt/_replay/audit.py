@@ -29,6 +29,7 @@ from actckpt import _C
 from actckpt._C import OffloadError
 from actckpt._core import devices, torch_private
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 from actckpt._replay.checksums import checksum
 from actckpt._replay.lineage import Handle
 from actckpt._replay.paused import Paused
@@ -36,6 +37,13 @@ from actckpt._replay.tape import Tape
 from actckpt.errors import AuditError
 
 __all__ = ["audited", "begin_audit", "can_compare", "checksum"]
+
+_ORIGINAL_USED = WarningText(
+    "{tensor} came back from replay with other bytes than it had: something wrote to memory that no operator declares. "
+    "The original was used, and it is kept from now on.",
+    "Name the operator or the module in actckpt.configure(opaque=[...]).",
+    per="value of the program",
+)
 
 
 class Audit(NamedTuple):
@@ -144,11 +152,7 @@ def can_compare(tensor: Tensor) -> bool:
 
 def _warn_of_original(what: str) -> None:
     """Say once that a tensor came back wrong and its original was used."""
-    warn_user(
-        f"{what} came back from replay with other bytes than it had: something wrote to memory that no operator said "
-        "it writes. The original was used, and it is kept from now on. Silence this with "
-        "warnings.filterwarnings or say so with actckpt.configure(opaque=[...]).",
-    )
+    warn_user(_ORIGINAL_USED, tensor=what)
 
 
 def _failed_error(failures: list[str], operators: list[str]) -> AuditError:

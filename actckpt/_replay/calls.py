@@ -6,12 +6,21 @@ from typing import Any, NamedTuple
 from actckpt._core.messages import name_of
 from actckpt._core.region_report import Figures
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 from actckpt._replay.active_region import OpenRegion
 from actckpt._replay.call_sites import Site
 from actckpt._replay.choice import Choice
 from actckpt._replay.named_operators import Matches
 
 __all__ = ["RegionOptions", "run_in_region"]
+
+_COMPILED = WarningText(
+    "{compiled} of {total} MiB that the policy for {function} wants to recompute were made by compiled code, which is "
+    "not recorded; they are kept in this call. From its next call on the whole function runs again in backward, as "
+    "with policy=None.",
+    "To have the policy followed, call actckpt.apply or checkpoint first, then torch.compile around it.",
+    per="function",
+)
 
 
 class RegionOptions(NamedTuple):
@@ -64,9 +73,5 @@ def run_in_region(
 
 def _warn_of_compiled(function: Callable[..., Any], compiled_bytes: int, total_bytes: int) -> None:
     """Warn once per function that its policy cannot be followed."""
-    warn_user(
-        f"{compiled_bytes / 2**20:.1f} of {total_bytes / 2**20:.1f} MiB that the policy for {name_of(function)} wants "
-        "to recompute were made by compiled code, which is not recorded; they are kept this time. From its next call "
-        "on the whole function runs again in backward instead, as with policy=None. To have the policy followed, "
-        "compile around the checkpoint: actckpt.apply or checkpoint first, then torch.compile.",
-    )
+    sizes = {"compiled": f"{compiled_bytes / 2**20:.1f}", "total": f"{total_bytes / 2**20:.1f}"}
+    warn_user(_COMPILED, function=name_of(function), **sizes)

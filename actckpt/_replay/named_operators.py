@@ -10,6 +10,7 @@ from typing import Any
 
 from actckpt import _C
 from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
 from actckpt._replay.choice import Choice, Table
 from actckpt._replay.operators import operator_of
 from actckpt._text import operator_names
@@ -20,6 +21,11 @@ __all__ = ["Matches"]
 _COMPILED = None
 #: Maximum number of operators listed for a preset.
 _MAX_NAMED = 4
+_NONE_RAN = WarningText(
+    "{region} ran none of the {kind} that its policy names in its first step, so they have no effect: {names}.",
+    "Name operators that run: r.report() of actckpt.region lists them.",
+    per="region or model",
+)
 
 
 class Matches:
@@ -72,11 +78,8 @@ class Matches:
         if self._table is not None:
             self.ran |= self._table.matched  # that ran elsewhere since
         if self.operators and not self.ran:
-            warn_user(
-                f"{who} ran none of the {'places' if self._table else 'operators'} that its policy names in its first "
-                "step, so they decide nothing: "
-                f"{'; '.join(self.idle())}. r.report() of actckpt.region names the operators that run. Shown once.",
-            )
+            kind = "places" if self._table else "operators"
+            warn_user(_NONE_RAN, region=who, kind=kind, names="; ".join(self.idle()))
 
     def idle(self) -> tuple[str, ...]:
         """Return the operators that did not run, each with its decomposition where that is known."""

@@ -13,6 +13,7 @@ from actckpt._core import torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.subclasses import FlattenedSubclass
 from actckpt._core.tensor_changes import version_of
+from actckpt._core.warning_texts import WarningText
 from actckpt._replay import aliases, casts, wrappers
 from actckpt._replay.lineage import Handle, Value, window_of
 from actckpt._replay.outer_hooks import Reads, pack_outer, pack_outer_token, reads_of
@@ -32,6 +33,18 @@ _OPAQUE_SHARE = 10
 _OPAQUE_BYTES = 1 << 20
 #: Number of backwards inside one open region from which on they are taken for training steps.
 _BACKWARDS_INSIDE = 3
+_MANY_OPAQUE = WarningText(
+    "{opaque} of {total} MiB that the policy of this region wants to recompute cannot be replayed, since no recorded "
+    "operator made them; they are kept.",
+    "Use actckpt.checkpoint(fn, ...) without a policy, which runs the function again and supports any kernel. "
+    "r.report() names the values.",
+    per="region of the program",
+)
+_STILL_OPEN = WarningText(
+    "{backwards} backwards ran inside of one region, which is still open: it holds memory until it closes.",
+    "End the `with actckpt.region(...)` block before calling backward.",
+    per="opened region",
+)
 
 
 def pack(tape: Tape, tensor: Tensor) -> _Packed:
@@ -120,11 +133,7 @@ def _warn_of_opaque(tape: Tape) -> None:
         return
     tape.site.has_warned = True
     total = tape.recompute_bytes + tape.opaque_bytes
-    warn_user(
-        f"{tape.opaque_bytes / 2**20:.1f} of {total / 2**20:.1f} MiB that the policy of this region wants to recompute "
-        "cannot be replayed, since no recorded operator made them; they are kept. actckpt.checkpoint(fn, ...) without "
-        "a policy runs the function again instead, and gets through any kernel. r.report() names them.",
-    )
+    warn_user(_MANY_OPAQUE, opaque=f"{tape.opaque_bytes / 2**20:.1f}", total=f"{total / 2**20:.1f}")
 
 
 def _note_backward_inside(tape: Tape) -> None:
@@ -134,10 +143,7 @@ def _note_backward_inside(tape: Tape) -> None:
         return
     tape.tasks_inside.add(task)
     if len(tape.tasks_inside) == _BACKWARDS_INSIDE:
-        warn_user(
-            f"{_BACKWARDS_INSIDE} backwards ran inside of one region, which is still open: what it may need holds its "
-            "memory until it closes. End the `with actckpt.region(...)` block before calling backward.",
-        )
+        warn_user(_STILL_OPEN, backwards=_BACKWARDS_INSIDE)
 
 
 def _hold_or_store(tape: Tape, value: Value, reads: Reads | None) -> None:

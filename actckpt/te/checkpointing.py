@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -10,9 +9,9 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._interface import GetTracker, disable_dynamo, is_capturing
+from actckpt._error_base import ActckptDeprecationWarning
+from actckpt._interface import GetTracker, WarningText, disable_dynamo, is_capturing, warn_once
 from actckpt._options import CheckpointOptions, ContextFn
-from actckpt.errors import ActckptWarning
 from actckpt.te import registration
 from actckpt.te.split import SplitInput
 
@@ -20,7 +19,19 @@ __all__ = ["checkpoint"]
 
 _Result = TypeVar("_Result")
 
-_has_warned_of_reentrant = False
+_POSITIONAL = WarningText(
+    "te.checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group as positional arguments are "
+    "deprecated by TransformerEngine.",
+    "Pass them by name.",
+    per="process",
+    category=ActckptDeprecationWarning,
+)
+_REENTRANT = WarningText(
+    "te.checkpoint: use_reentrant=True is ignored; actckpt has the non-reentrant variant only, which does all that the "
+    "reentrant one does.",
+    "Leave the keyword out.",
+    per="process",
+)
 
 
 @disable_dynamo
@@ -59,10 +70,10 @@ def checkpoint(
     Cost: one more forward of `function` in backward; one gather per rerun if the input was split.
     """
     if _is_legacy(args):
-        _warn_of_legacy()
+        warn_once(_POSITIONAL)
         (distribute_saved_activations, get_rng_state_tracker, tp_group), args = args[:3], args[3:]
     if use_reentrant:
-        _warn_of_reentrant()
+        warn_once(_REENTRANT)
     if not torch.is_grad_enabled():
         forward_context, _ = context_fn()
         with forward_context:
@@ -88,25 +99,3 @@ def _is_legacy(args: tuple[Any, ...]) -> bool:
     if len(args) <= 3 or not isinstance(args[0], bool) or not callable(args[1]):
         return False
     return args[2] is None or isinstance(args[2], torch.distributed.ProcessGroup)
-
-
-def _warn_of_legacy() -> None:
-    warnings.warn(
-        "te.checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group as positional arguments are "
-        "deprecated by TransformerEngine. Pass them by name.",
-        DeprecationWarning,
-        stacklevel=4,
-    )
-
-
-def _warn_of_reentrant() -> None:
-    global _has_warned_of_reentrant
-    if _has_warned_of_reentrant:
-        return
-    _has_warned_of_reentrant = True
-    warnings.warn(
-        "te.checkpoint: use_reentrant=True is ignored; actckpt has the non-reentrant variant only, which does all that "
-        "the reentrant one does. Leave the keyword out to silence this.",
-        ActckptWarning,
-        stacklevel=4,
-    )

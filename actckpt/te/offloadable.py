@@ -13,19 +13,23 @@ alias, even while TransformerEngine is not registered.
 """
 
 import sys
-import warnings
 
 import torch
 from torch import Tensor
 
 from actckpt._core.extensions import Extension
-from actckpt._interface import is_code_running, modules_on_stack
-from actckpt.errors import ActckptWarning
+from actckpt._interface import WarningText, is_code_running, modules_on_stack, warn_user
 from actckpt.te.internals import PACKAGE, Internals, is_te_module
 
 __all__ = ["SavedByModules", "Staying"]
 
 _ROOT = PACKAGE.partition(".")[0]
+_TWO_OFFLOADERS = WarningText(
+    "actckpt's offloading runs inside TransformerEngine's get_cpu_offload_context: actckpt moves nothing there, so "
+    "that no tensor has two offloaders.",
+    "Use one of the two.",
+    per="process",
+)
 
 
 class Staying:
@@ -59,16 +63,9 @@ class Staying:
         return False
 
     def _warn(self) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        warnings.warn(
-            "actckpt's offloading runs inside TransformerEngine's get_cpu_offload_context: actckpt moves nothing "
-            "there, so that no tensor has two offloaders. Use one of the two, or silence this with "
-            "warnings.filterwarnings('ignore', message='.*has two offloaders').",
-            ActckptWarning,
-            stacklevel=2,
-        )
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(_TWO_OFFLOADERS)
 
 
 class SavedByModules(Extension):

@@ -309,7 +309,7 @@ def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -
     with pytest.raises(actckpt.errors.PlanInfeasibleError) as raised:
         _compare(_model, [_ONE] * 2, 2**12, on_infeasible="raise")
     assert raised.value.smallest_bytes is not None
-    with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
+    with pytest.warns(UserWarning, match="From now on the plan with the smallest peak runs"):
         _compare(_model, [_ONE, _ONE, *[again] * 4], int(raised.value.smallest_bytes), on_infeasible="raise")
 
 

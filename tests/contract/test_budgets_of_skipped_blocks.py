@@ -88,7 +88,7 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     assert sum(name is not None for name in plan.blocks) == len(max(steps, key=len))
     texts = [str(each.message) for each in told if "when the plan was made" in str(each.message)]
     assert len(texts) == 1
-    assert "from the next one on the plan has it" in texts[0]
+    assert "plans from the next step on include it" in texts[0]
 
 
 @pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
@@ -106,7 +106,7 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     everything = list(range(_NUM_BLOCKS))
     with pytest.warns(UserWarning, match="when the plan was made"):
         model.step(everything)
-    with pytest.warns(UserWarning, match="From now on the plan runs that needs least"):
+    with pytest.warns(UserWarning, match="From now on the plan with the smallest peak runs"):
         for _ in range(2):
             gradients, _ = model.step(everything)
     assert_equal(gradients, _Model().step(everything)[0])

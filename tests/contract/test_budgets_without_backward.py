@@ -27,7 +27,7 @@ def _x() -> Tensor:
 
 
 def _told(found: list[warnings.WarningMessage]) -> list[warnings.WarningMessage]:
-    return [each for each in found if "no backward followed" in str(each.message)]
+    return [each for each in found if "no backward reached" in str(each.message)]
 
 
 def test_evaluation_without_no_grad_is_told_once_at_the_line_that_calls() -> None:
@@ -61,7 +61,7 @@ def test_it_is_told_in_training_as_well_where_no_backward_came_in_between(num: i
 def test_a_backward_that_does_not_come_to_what_the_model_returned_is_not_denied() -> None:
     model, seen = _model(), list[Tensor]()
     model[1].register_forward_hook(lambda _, __, result: seen.append(result))
-    with pytest.warns(UserWarning, match="no backward followed that came to what they returned"):
+    with pytest.warns(UserWarning, match="no backward reached what they returned"):
         for _ in range(_MOST_DROPPED + 1):
             model(_x())
             seen.pop().sum().backward()

@@ -85,7 +85,11 @@ def test_labels_of_the_program_are_back_after_an_error(allocator: Allocator) -> 
     assert allocator.label == "of the program" and "actckpt: aten.ones.default" in allocator.seen
 
 
-def test_where_nothing_is_labelled_it_says_so() -> None:
+def test_where_nothing_is_labelled_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actckpt._core.sites._shown", set())
     told = pytest.warns(UserWarning, match="nothing is labelled.*(there is no device|labels no memory there)")
-    with told, actckpt.label_memory():
-        torch.ones(2)
+    with told as warned:
+        for _ in range(2):
+            with actckpt.label_memory():
+                torch.ones(2)
+    assert len(warned) == 1

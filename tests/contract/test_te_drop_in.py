@@ -45,7 +45,8 @@ class Tracker:
         self.states = states
 
 
-def test_positional_options_of_old_versions_warn_and_work() -> None:
+def test_positional_options_of_old_versions_warn_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actckpt._core.sites._shown", set())
     x, tracker = leaf(3), Tracker()
     with pytest.warns(DeprecationWarning, match="by name"):
         y = actckpt.te.checkpoint(lambda a, b: (a * b).exp(), False, lambda: tracker, None, x, 2.0)
@@ -56,8 +57,8 @@ def test_positional_options_of_old_versions_warn_and_work() -> None:
         actckpt.te.checkpoint(lambda flag, a: a.exp() if flag else a, True, x).sum().backward()
 
 
-def test_use_reentrant_is_ignored_with_one_warning(monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys.modules["actckpt.te.checkpointing"], "_has_warned_of_reentrant", False)
+def test_use_reentrant_is_ignored_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actckpt._core.sites._shown", set())
     with pytest.warns(UserWarning, match="use_reentrant=True is ignored") as caught:
         for _ in range(3):
             actckpt.te.checkpoint(torch.exp, leaf(3), use_reentrant=True).sum().backward()

@@ -14,7 +14,7 @@ import transformers as hf
 from transformers_models import MODELS, batch, cached_tensors, make
 
 import actckpt
-from actckpt._blocks import key_value_caches
+from actckpt._core import sites
 from actckpt.memory import LiveStorages
 
 Step = tuple[Any, list[torch.Tensor | None]]
@@ -26,7 +26,7 @@ WITHOUT_CACHE = {"use_cache": False}
 
 @pytest.fixture(autouse=True)
 def _warns_anew() -> Iterator[None]:
-    key_value_caches._warned.clear()
+    sites._shown.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="apply: .* is given a key-value cache")
         yield
@@ -136,7 +136,7 @@ TRAINED_THROUGH = ["llama", "mistral", "gemma 2", "gpt oss"]
 def test_training_through_the_cache_of_an_applied_model_says_how(name: str) -> None:
     model = make(name)
     actckpt.apply(model)
-    with pytest.raises(actckpt.errors.BlocksError, match=r"(?s)second time.*taken away.*any policy"):
+    with pytest.raises(actckpt.errors.BlocksError, match=r"(?s)second time.*removed.*any policy"):
         _two_calls(model, name)
 
 

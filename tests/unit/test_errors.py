@@ -12,8 +12,12 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import actckpt
 from actckpt import errors
+from actckpt._core import sites
+from actckpt._core.warning_texts import WarningText
 
 #: Exceptions that end the run of a function, or a call, inside of the package, and never leave it.
 _INTERNAL = {
@@ -32,12 +36,29 @@ def _exceptions() -> Iterator[type[BaseException]]:
                 yield value
 
 
-def test_every_warning_has_the_category() -> None:
-    for path in sorted(Path(actckpt.__path__[0]).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
-                categories = [ast.unparse(argument) for argument in node.args[1:2]]
-                assert categories in (["ActckptWarning"], ["DeprecationWarning"]), f"{path}:{node.lineno}"
+def test_every_warning_has_a_text_with_the_category() -> None:
+    calls = [
+        (path.name, [ast.unparse(argument) for argument in node.args])
+        for path in sorted(Path(actckpt.__path__[0]).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("warnings.warn", "warn_explicit"))
+    ]
+    assert calls == [("sites.py", ["text.message(**values)", "text.category"])]
+    assert {text.category for text in WarningText.all} == {errors.ActckptWarning, errors.ActckptDeprecationWarning}
+
+
+def test_a_text_is_shown_once_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WarningText, "all", [])
+    monkeypatch.setattr(sites, "_shown", set())
+    text = WarningText("{name} was ignored.", "Leave {name} out.", per="name")
+    with pytest.warns(errors.ActckptWarning) as told:
+        for name in ("a", "b", "a"):
+            sites.warn_once(text, name, name=name)
+    assert [str(one.message) for one in told] == [
+        "a was ignored. Leave a out. Shown once per name.",
+        "b was ignored. Leave b out. Shown once per name.",
+    ]
+    assert {one.filename for one in told} == {__file__}
 
 
 def test_every_exception_of_the_package_is_in_the_tree() -> None:
