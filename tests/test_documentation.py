@@ -3,8 +3,11 @@
 import dataclasses
 import doctest
 import inspect
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -135,15 +138,29 @@ def test_fields_of_policies_are_described_in_the_reference_and_in_help(name: str
     assert re.findall(r"^    (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE) == fields
 
 
-def test_the_reference_has_every_error_of_the_engine() -> None:
-    described = re.findall(r"^\| `(\w+)` \|", _SECTIONS["Errors"].partition("kind of `OffloadError`")[2], re.MULTILINE)
-    kinds = [name for name in errors.__all__ if issubclass(getattr(errors, name), errors.OffloadError)]
-    assert sorted([*described, "OffloadError"]) == sorted(kinds)
+def test_the_page_of_errors_is_what_its_script_makes() -> None:
+    made = subprocess.run(
+        [sys.executable, str(_ROOT / "scripts/errors_page"), "-"],
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert made == (_ROOT / "docs/errors.md").read_text(), "run `python scripts/errors_page`"
+
+
+def test_the_page_of_errors_says_of_each_when_it_appears_and_what_to_do() -> None:
+    text = (_ROOT / "docs/errors.md").read_text()
+    rows = [re.split(r" ?\| ?", row)[1:-1] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    assert len(rows) > 40 and all(all(cells[:2]) for cells in rows)
+    described = {cells[0].strip("`"): cells for cells in rows}
+    assert all(described[name][2] for name in errors.__all__ if issubclass(getattr(errors, name), errors.ActckptError))
 
 
 def test_the_reference_has_every_public_name() -> None:
     assert [name for name in actckpt.__all__ if f"`{name}`" not in _SECTIONS["Names"]] == []
-    assert [name for name in errors.__all__ if f"`{name}`" not in _SECTIONS["Errors"] + _SECTIONS["Names"]] == []
+    page = (_ROOT / "docs/errors.md").read_text() + _SECTIONS["Names"]
+    assert [name for name in errors.__all__ if f"`{name}`" not in page.replace("`actckpt.errors.", "`")] == []
 
 
 def test_the_reference_names_nothing_that_is_not_there() -> None:
