@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: pages and files of the site that are not in docs/.
 
-README.md, CHANGELOG.md and CONTRIBUTING.md are pages, the API page lists the public names, and result files that pages
-link to are part of the site. Links are rewritten for their places there.
+README.md, CHANGELOG.md and CONTRIBUTING.md are pages, the API page lists the public names, and result files and
+examples are part of the site. Links are rewritten for their places there.
 """
 
 import ast
@@ -14,17 +14,19 @@ from mkdocs.structure.files import File, Files
 _ROOT = Path(__file__).parents[1]
 _PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 #: Links to files of the repository that are not in the site.
-_SOURCE = re.compile(r"\[([^\]]+)\]\((\.\./)?(actckpt|csrc|tests|examples|scripts|benchmarks/(?!results/))[^)]*\)")
+_SOURCE = re.compile(r"\[([^\]]+)\]\((\.\./)?(actckpt|csrc|tests|scripts|benchmarks/(?!results/))[^)]*\)")
 _MODULES = ("actckpt", *(f"actckpt.{name}" for name in ("policies", "errors", "planner", "memory", "rng", "te")))
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are not in docs/, and the result files."""
+    """Add the pages that are not in docs/, the result files and the examples."""
     for name, source in _PAGES.items():
         files.append(File.generated(config, name, content=_rewritten((_ROOT / source).read_text(), at_root=True)))
     files.append(File.generated(config, "api.md", content=_api()))
     for path in sorted((_ROOT / "benchmarks" / "results").glob("*.json")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    for path in sorted((_ROOT / "examples").glob("*.py")):
+        files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     return files
 
 
@@ -37,6 +39,7 @@ def _rewritten(text: str, *, at_root: bool) -> str:
     """Return a page with links as they are in the site."""
     up = "" if at_root else r"\.\./"
     text = re.sub(rf"\]\({up}benchmarks/results/", "](results/", text)
+    text = re.sub(rf"\]\({up}examples/", "](examples/", text)
     for name, source in _PAGES.items():
         text = re.sub(rf"\]\({up}{re.escape(source)}", f"]({name}", text)
     if at_root:

@@ -44,10 +44,32 @@ def test_there_are_snippets_to_run() -> None:
     assert len(_SNIPPETS) >= 4
 
 
-@pytest.mark.parametrize("example", sorted((_ROOT / "examples").glob("*.py")), ids=lambda path: path.stem)
+_EXAMPLES = sorted((_ROOT / "examples").glob("*.py"))
+#: Run by these tests, which have the packages or the processes that they need.
+_ELSEWHERE = {
+    name
+    for folder in ("distributed", "integrations")
+    for name in re.findall(r'"(\w+)\.py"', (_ROOT / f"tests/{folder}/test_examples.py").read_text())
+}
+
+
+@pytest.mark.parametrize(
+    "example", [path for path in _EXAMPLES if path.stem not in _ELSEWHERE], ids=lambda path: path.stem
+)
 def test_example_runs(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(example), run_name="__main__")
     assert capsys.readouterr().out
+
+
+def test_examples_are_short_and_in_the_table_with_their_first_sentence() -> None:
+    assert {path.stem for path in _EXAMPLES} >= _ELSEWHERE
+    rows = dict(
+        re.findall(
+            r"^\| \[`\w+\.py`\]\(\.\./examples/(\w+)\.py\) \| (.*?) \|", (_ROOT / "docs/examples.md").read_text(), re.M
+        )
+    )
+    assert rows == {path.stem: path.read_text().splitlines()[0].removeprefix('"""') for path in _EXAMPLES}
+    assert max(len(path.read_text().splitlines()) for path in _EXAMPLES) <= 63
 
 
 @pytest.mark.parametrize(
