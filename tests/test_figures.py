@@ -384,6 +384,11 @@ def test_first_cycles_take_what_the_result_says() -> None:
     assert "{}, {} and {} for those of a further length".format(*further) in page
 
 
+def test_known_problems_are_those_of_the_results() -> None:
+    table = runpy.run_path(str(_ROOT / "benchmarks/known_problems.py"))["table"]
+    assert table(_figures("known_problems")) in (_ROOT / "docs/known-problems.md").read_text()
+
+
 def test_every_result_is_cited_by_a_page_or_checked_here() -> None:
     pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
     text = "".join(page.read_text() for page in pages)
