@@ -31,6 +31,14 @@ _LATE = WarningText(
     per=_PER,
 )
 
+_EXCEEDS = WarningText(
+    "apply: steps of a {model} with {budget} needed up to {peak}, although their plan was corrected several times. A "
+    "plan does not count what else allocates on the device (another thread, another model), or what differs from step "
+    "to step.",
+    "Pass a smaller budget if that memory is not there.",
+    per="model, and again for a larger peak",
+)
+
 
 def check_on_infeasible(value: object, what: str) -> None:
     """Raise a ValueError if `on_infeasible` has an unknown value."""
@@ -62,7 +70,8 @@ class Infeasible:
     """The warnings about one model's budget."""
 
     def __init__(self, on_infeasible: OnInfeasible) -> None:
-        self._raises, self._warned_bytes = on_infeasible == "raise", 0.0
+        self._raises = on_infeasible == "raise"
+        self._warned_bytes = self._warned_peak_bytes = 0.0
 
     def raises(self, *, is_late: bool, has_alternative: bool) -> bool:
         """Return whether to raise an error.
@@ -79,3 +88,9 @@ class Infeasible:
         if smallest_bytes > _WARN_AGAIN * self._warned_bytes:
             self._warned_bytes = smallest_bytes
             warn_user(_LATE if is_late else _RUNS_LEAST, why_no_plan_fits=error)
+
+    def warn_of_excess(self, model: str, budget: str, peak_bytes: float) -> None:
+        """Warn that steps exceed the budget, unless an earlier warning named a peak at least as large."""
+        if peak_bytes > _WARN_AGAIN * self._warned_peak_bytes:
+            self._warned_peak_bytes = peak_bytes
+            warn_user(_EXCEEDS, model=model, budget=budget, peak=format_bytes(peak_bytes))

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from actckpt._budget.infeasible import Infeasible
 from actckpt._core import devices
-from actckpt._core.sites import warn_user
-from actckpt._cycles.warnings import EXCEEDS
-from actckpt._text.sizes import format_bytes
 from actckpt.planner.plans import Plan
 
 __all__ = ["Excesses"]
@@ -23,11 +21,12 @@ class Excesses:
 
     Args:
         model: type of the model; `budget` as the user wrote it: for the warning.
+        infeasible: the warnings of all kinds of cycles of the model.
     """
 
-    def __init__(self, model: str, budget: str) -> None:
-        self._model, self._budget = model, budget
-        self._num, self._has_warned = 0, False
+    def __init__(self, model: str, budget: str, infeasible: Infeasible) -> None:
+        self._model, self._budget, self._infeasible = model, budget, infeasible
+        self._num = 0
 
     def correct(self, risen_bytes: float, plan: Plan | None, is_refused: bool) -> bool:
         """Return whether to correct the plan after a cycle with this peak. Warns once if corrections did not help.
@@ -52,6 +51,4 @@ class Excesses:
             self._warn(peak_bytes)
 
     def _warn(self, peak_bytes: float) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_user(EXCEEDS, model=self._model, budget=self._budget, peak=format_bytes(peak_bytes))
+        self._infeasible.warn_of_excess(self._model, self._budget, peak_bytes)

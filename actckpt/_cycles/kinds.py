@@ -94,7 +94,7 @@ class Kind:
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = self._num_less = 0
         self._sizes = LargestCalls()
-        self._excesses = Excesses(type(model).__name__, config.text)
+        self._excesses = Excesses(type(model).__name__, config.text, infeasible)
         #: Successive cycles that were to be measured but had no block with gradients.
         self._num_empty = 0
         #: Measured orders of forwards and backwards.

@@ -50,7 +50,6 @@ from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Call, Cycle
-from actckpt._cycles.warnings import warn_compiled
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -198,7 +197,7 @@ class BudgetLoop:
     def _begin(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             if torch.is_grad_enabled() and not torch.compiler.is_exporting():
-                warn_compiled()
+                self._warn_of_compiled()
             return
         first = next(iter(self._forwards.values()))
         first.together.take_over_late(first)
@@ -389,6 +388,11 @@ class BudgetLoop:
         if is_empty or any(cycle is not None and cycle is current for cycle in ended):
             self._give_up_cycle()
         del running[num_outer:]
+
+    @torch_private.called_while_traced
+    def _warn_of_compiled(self) -> bool:
+        self._warn(texts.COMPILED)
+        return True
 
     def _warn(self, text: WarningText, **values: object) -> None:
         if text not in self._warned:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from actckpt._core import torch_private
-from actckpt._core.sites import warn_user
 from actckpt._core.warning_texts import WarningText
 
 __all__ = [
     "CHECKPOINTED",
     "COMPILED",
-    "EXCEEDS",
     "GROWS",
     "MANY_SIZES",
     "NO_OUTPUTS",
     "TWO_THREADS",
     "UNREAD",
-    "warn_compiled",
 ]
 
 COMPILED = WarningText(
@@ -30,13 +26,6 @@ CHECKPOINTED = (
     "apply: a model with a budget was called inside a checkpoint, which runs it again in backward: the budget cannot "
     "tell a step from a rerun. Leave out that checkpoint, since the budget decides what is recomputed; or pass a plan "
     "that was made outside, apply(model, policy=plan)."
-)
-EXCEEDS = WarningText(
-    "apply: steps of a {model} with {budget} needed up to {peak}, although their plan was corrected several times. A "
-    "plan does not count what else allocates on the device (another thread, another model), or what differs from step "
-    "to step.",
-    "Pass a smaller budget if that memory is not there.",
-    per="model and kind of step",
 )
 GROWS = WarningText(
     "apply: sizes inside of a {model} with a budget grow: too many of its steps were measured, or waited for one as "
@@ -68,10 +57,3 @@ UNREAD = WarningText(
     "returns.",
     per="model",
 )
-
-
-@torch_private.called_while_traced
-def warn_compiled() -> bool:
-    """Warn that compiled code runs, which cannot be measured."""
-    warn_user(COMPILED)
-    return True

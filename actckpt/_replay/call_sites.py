@@ -36,14 +36,13 @@ class Site:
         *(
             "audited",
             "has_other_hooks",
-            "has_warned",
             "is_rerun",
             "matches",
             "modules",
             "num_calls",
             "opaque",
         ),
-        *("_first", "is_reported", "structures", "where"),
+        *("_first", "is_reported", "structures", "warned", "where"),
     )
 
     def __init__(self, where: str) -> None:
@@ -63,8 +62,8 @@ class Site:
         self.num_calls = 0
         #: Whether hooks around the region give back other bytes than they were handed.
         self.has_other_hooks = False
-        #: Whether it was said that replay does not help here.
-        self.has_warned = False
+        #: Texts of warnings that were shown.
+        self.warned: set[Any] = set()
         #: Whether its function runs again in backward, since compiled code makes what its policy wants replayed.
         self.is_rerun = False
         #: Which operators that its policy names ran here.

@@ -43,7 +43,7 @@ _MANY_OPAQUE = WarningText(
 _STILL_OPEN = WarningText(
     "{backwards} backwards ran inside of one region, which is still open: it holds memory until it closes.",
     "End the `with actckpt.region(...)` block before calling backward.",
-    per="opened region",
+    per="region of the program",
 )
 
 
@@ -129,9 +129,9 @@ def is_much(opaque_bytes: int, total_bytes: int) -> bool:
 
 def _warn_of_opaque(tape: Tape) -> None:
     """Warn once per site that replay saves little there; responsible dispatch modes have been named before."""
-    if tape.site.has_warned or tape.why_opaque:
+    if _MANY_OPAQUE in tape.site.warned or tape.why_opaque:
         return
-    tape.site.has_warned = True
+    tape.site.warned.add(_MANY_OPAQUE)
     total = tape.recompute_bytes + tape.opaque_bytes
     warn_user(_MANY_OPAQUE, opaque=f"{tape.opaque_bytes / 2**20:.1f}", total=f"{total / 2**20:.1f}")
 
@@ -142,7 +142,8 @@ def _note_backward_inside(tape: Tape) -> None:
     if task in tape.tasks_inside:
         return
     tape.tasks_inside.add(task)
-    if len(tape.tasks_inside) == _BACKWARDS_INSIDE:
+    if len(tape.tasks_inside) == _BACKWARDS_INSIDE and _STILL_OPEN not in tape.site.warned:
+        tape.site.warned.add(_STILL_OPEN)
         warn_user(_STILL_OPEN, backwards=_BACKWARDS_INSIDE)
 
 
