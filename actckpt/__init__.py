@@ -57,6 +57,7 @@ from actckpt.blocks import apply, remove, report
 from actckpt.budgets import plan
 from actckpt.comparison import Comparison, compare
 from actckpt.config import Settings, configure
+from actckpt.errors import ActckptWarning
 from actckpt.estimation import Estimate, Target, estimate
 from actckpt.memory import explain_oom
 from actckpt.memory_labels import label_memory
@@ -67,6 +68,7 @@ from actckpt.statistics import Stats, reset_stats, stats
 from actckpt.tracing import trace
 
 __all__ = [
+    "ActckptWarning",
     "Action",
     "Comparison",
     "Estimate",
@@ -116,9 +118,9 @@ def _name_public_places(module: _types.ModuleType, *behind: str) -> None:
             member.__module__ = module.__name__
 
 
+_name_public_places(errors, "actckpt._")
 _name_public_places(_sys.modules[__name__], "actckpt._")
 _name_public_places(rng, "actckpt._")
-_name_public_places(errors, "actckpt._")
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -23,7 +23,7 @@ class ActckptWarning(UserWarning):
     Example::
 
         >>> import warnings, actckpt
-        >>> warnings.filterwarnings("ignore", category=actckpt.errors.ActckptWarning)
+        >>> warnings.filterwarnings("ignore", category=actckpt.ActckptWarning)
     """
 
 
