@@ -97,9 +97,10 @@ def apply(
             actckpt/_blocks/finding.py.
         budget: instead of a policy, the maximum of all memory at any moment of a step, as in `actckpt.plan`. The first
             step recomputes every block and is measured. With `blocks=None`, other modules that hold more than a
-            twentieth of the activations become blocks then, and the second step is measured, too. From the next step
-            on, the fastest plan that is predicted to fit runs; the steps after it may try others. Each kind of step
-            has its own plan: input sizes, autocast, training or evaluation mode, trained parameters.
+            twentieth of the activations may become blocks then (actckpt/_cycles/added_blocks.py says which), and the
+            second step is measured, too. From the next step on, the fastest plan that is predicted to fit runs; the
+            steps after it may try others. Each kind of step has its own plan: input sizes, autocast, training or
+            evaluation mode, trained parameters.
             `actckpt.report(model).plan` is the plan, None until it is made.
         activation_budget: instead of `budget`, the maximum number of bytes that a step may add to the memory in use
             before it, without gradients of parameters.
@@ -167,7 +168,8 @@ def _apply_budget(
         near = did_you_mean(unknown, sorted(_BUDGET_OPTIONS))
         raise ValueError(f"apply: unknown option {', '.join(unknown)} beside a budget.{near} Known: {known}.")
     optimizers = optimizers_of(budget_options.pop("optimizer"), model, "apply")
-    config = BudgetConfig(optimizers=optimizers, adds_blocks=blocks is None, **budget_options)
+    adds_blocks = blocks is None and not budget_options["pins"]
+    config = BudgetConfig(optimizers=optimizers, adds_blocks=adds_blocks, **budget_options)
     check_budget(budget_options, model, "apply")
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, dict.fromkeys(chosen, RECOMPUTE), model)

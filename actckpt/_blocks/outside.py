@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,8 +32,10 @@ class MadeOutside:
     #: Qualified name of the largest enclosing module without a block inside; empty: code of the model's own forward.
     name: str
     nbytes: int
-    #: What a block made of the module would drop: everything except its results. 0: it cannot be a block.
+    #: What a block made of the module would drop: everything except its results.
     inner_bytes: int
+    #: It ran once, on its own, with inputs that need gradients: it can be checkpointed without being asked for.
+    is_alone: bool = False
 
 
 @dataclasses.dataclass
@@ -45,6 +49,8 @@ class _Call:
     result_bytes: int = 0
     #: It runs inside of a block or a checkpoint.
     is_inside: bool = False
+    #: No other call begins or ends inside of it, and its inputs are results of operators with gradients.
+    is_alone: bool = False
 
 
 class OutsideModules:
@@ -58,20 +64,27 @@ class OutsideModules:
     def __init__(self, model: torch.nn.Module, blocks: Iterable[str], live_bytes: Callable[[], int]) -> None:
         self._live_bytes, self._blocks = live_bytes, set(blocks)
         self._calls: list[_Call] = []
-        self._begin_bytes = live_bytes()
+        self._begin_bytes, self._thread = live_bytes(), threading.get_ident()
         self._close: list[Callable[[], None]] = []
+        modules = dict(model.named_modules())
         for name in (*self._blocks, *_outermost_without_blocks(model, self._blocks)):
-            self._watch(name, model.get_submodule(name))
+            if name in modules:  # the program may have removed a block
+                self._watch(name, modules[name])
 
     def _watch(self, name: str, module: torch.nn.Module) -> None:
-        def begins(*_: object) -> None:
-            is_in_block = any(call.added_bytes is None and call.name in self._blocks for call in self._calls)
-            is_inside = is_in_block or checkpoint_around() is not None
-            self._calls.append(_Call(name, self._live_bytes(), is_inside=is_inside))
+        def begins(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+            running = [call for call in self._calls if call.added_bytes is None]
+            for call in running:
+                call.is_alone = False
+            is_inside = any(call.name in self._blocks for call in running) or checkpoint_around() is not None
+            inputs = list(tensors_in((args, kwargs)))
+            is_in_graph = bool(inputs) and all(tensor.grad_fn is not None for tensor in inputs)
+            is_alone = is_in_graph and not running and not is_inside and threading.get_ident() == self._thread
+            self._calls.append(_Call(name, self._live_bytes(), is_inside=is_inside, is_alone=is_alone))
 
         def ends(_: torch.nn.Module, args: Any, result: Any) -> None:
             call = next(call for call in reversed(self._calls) if call.name == name)
-            call.added_bytes = self._live_bytes() - call.begin_bytes
+            call.added_bytes = self._live_bytes() - call.begin_bytes - _bytes_of_casts(module)
             given = set(map(id, storages_of(list(tensors_in(args)))))
             results = [each for each in storages_of(list(tensors_in(result))) if id(each) not in given]
             call.results, call.result_bytes = [*map(weakref.ref, results)], sum(each.nbytes() for each in results)
@@ -79,7 +92,7 @@ class OutsideModules:
         if torch_private.call_of_compiled(module) is not None:  # the compiler would trace hooks
             self._close += [_called_around(module, begins, ends)]
             return
-        hooks = module.register_forward_pre_hook(begins), module.register_forward_hook(ends)
+        hooks = module.register_forward_pre_hook(begins, with_kwargs=True), module.register_forward_hook(ends)
         self._close += [hook.remove for hook in hooks]
 
     def close(self) -> None:
@@ -91,6 +104,8 @@ class OutsideModules:
         """Return what was made outside of the blocks and is alive, the largest first. Called when the forward ends."""
         rest = self._live_bytes() - self._begin_bytes
         sums: dict[str, tuple[int, int]] = {}
+        num_calls = Counter(call.name for call in self._calls)
+        alone = {call.name for call in self._calls if call.is_alone and num_calls[call.name] == 1}
         for call in self._calls:
             if call.added_bytes is None or call.is_inside:
                 continue
@@ -101,8 +116,17 @@ class OutsideModules:
                 before = sums.get(call.name, (0, 0))
                 sums[call.name] = before[0] + nbytes, before[1] + inner
         sums[""] = max(rest, 0), 0
-        rows = (MadeOutside(name, nbytes, inner) for name, (nbytes, inner) in sums.items() if nbytes > 0)
+        rows = (MadeOutside(name, nbytes, inner, name in alone) for name, (nbytes, inner) in sums.items() if nbytes > 0)
         return tuple(sorted(rows, key=lambda row: -row.nbytes))
+
+
+def _bytes_of_casts(module: torch.nn.Module) -> int:
+    """Return the maximum bytes of casts of a module's parameters that autocast's cache may hold."""
+    parameter = next(module.parameters(), None)
+    if parameter is None or not torch.is_autocast_enabled(parameter.device.type):
+        return 0
+    size = torch.get_autocast_dtype(parameter.device.type).itemsize
+    return sum(each.numel() * size for each in module.parameters() if each.dtype == torch.float32)
 
 
 def _called_around(module: Any, begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
@@ -111,7 +135,7 @@ def _called_around(module: Any, begins: Callable[..., None], ends: Callable[...,
     assert compiled is not None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        begins()
+        begins(module, args, kwargs)
         result = compiled(*args, **kwargs)
         ends(module, args, result)
         return result

@@ -78,7 +78,8 @@ class Profiler:
 
     def __init__(self, *, offloads: bool, step: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
         self._offloads = offloads
-        self._running = ""
+        #: The name of the block that runs; empty: none.
+        self.running = ""
         self._known: dict[tuple[Any, ...], BlockProfile] = {}
         #: By structure without sizes: measured profiles, and whether a first block has that of later ones.
         self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
@@ -101,13 +102,16 @@ class Profiler:
             forward: the forward of the block.
             failed: gets the name if the block runs but cannot be profiled; None: that raises a BlocksError.
         """
+        if failed is not None and (self.running or checkpoint_around() is not None):
+            failed(name)
+            return forward(*args, **kwargs), None
         check_wrapped(name, block)
         args, kwargs = without_cache(block, forward, args, kwargs) or (args, kwargs)
         with self._only_block(name):
             result, profiled = self._call(name, block, forward, args, kwargs)
             try:
                 return result, profiled()
-            except BlocksError:
+            except Exception:
                 if failed is None:
                     raise
                 failed(name)
@@ -120,16 +124,16 @@ class Profiler:
                 f"block {name!r} runs inside of a checkpoint, which runs it again in backward, and cannot be profiled "
                 "there. Leave out that checkpoint, since the plan says what is recomputed, or pass other blocks=."
             )
-        if self._running:
+        if self.running:
             raise BlocksError(
-                f"block {name!r} runs inside of block {self._running!r}: a plan is for blocks one after another. Pass "
+                f"block {name!r} runs inside of block {self.running!r}: a plan is for blocks one after another. Pass "
                 "blocks=, of which none runs in another one."
             )
-        self._running = name
+        self.running = name
         try:
             yield
         finally:
-            self._running = ""
+            self.running = ""
 
     def _call(
         self,

@@ -40,7 +40,7 @@ from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
-from actckpt._cycles.added_blocks import AddedBlocks
+from actckpt._cycles.added_blocks import AddedBlocks, Settled
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
@@ -71,6 +71,7 @@ class BudgetLoop:
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
         self._model, self._forwards, self._config = model, forwards, config
+        self._settled = Settled()
         self._start()
         self._hooks = [
             model.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -90,7 +91,7 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._added = AddedBlocks(self._model, self._forwards, is_on=self._config.adds_blocks)
+        self._added = AddedBlocks(self._model, self._forwards, self._settled, is_on=self._config.adds_blocks)
         self._calls = MeteredCalls(
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
@@ -98,11 +99,10 @@ class BudgetLoop:
         )
         self._warned: set[WarningText] = set()
         self._outside: OutsideModules | None = None
-        self._num_unread = 0
+        self._num_unread = self.num_forwards = 0
         #: Number of calls of each block.
         self.num_calls = Counter[str]()
         self._size: PlannedSize | None = None
-        self.num_forwards = 0
         #: Whether a forward with gradients has started.
         self.is_called = False
 
@@ -115,8 +115,8 @@ class BudgetLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy measures anew: its parameters, and so all measurements, differ.
-        config = self._config.without_optimizers()
-        return {"_model": self._model, "_forwards": self._forwards, "_config": config, "_hooks": self._hooks}
+        new = {"_config": self._config.without_optimizers(), "_settled": self._added.settled}
+        return {"_model": self._model, "_forwards": self._forwards, "_hooks": self._hooks, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

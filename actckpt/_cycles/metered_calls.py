@@ -122,6 +122,8 @@ class MeteredCalls:
         with self._cycle.meter.muted():
             failed = self._added.reject if forward.name in self._added else None
             profiler, original = self._profilers[key], forward.original()
+            if self._added.rejects(profiler.running):  # this block runs inside of one that was added
+                return original(*args, **kwargs)
             result, block = profiler.call(forward.name, forward.block, original, args, kwargs, failed)
             if offloads:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step

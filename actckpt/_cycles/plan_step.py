@@ -24,8 +24,8 @@ from actckpt.statistics import uncounted
 
 __all__ = ["planned"]
 
-#: More steps than the loop needs with all of its candidates.
-_MOST_STEPS = 200
+#: More steps than the loop needs with all of its candidates, and until a cycle is measured.
+_MOST_STEPS, _MOST_MEASURED = 200, 4
 
 
 @uncounted()
@@ -53,7 +53,9 @@ def planned(
                     "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
                 )
             _check_calls(loop, tuple(blocks))
-            if not loop.is_measured:  # results of compiled code are kept in its first call
+            for _ in range(_MOST_MEASURED):  # results of compiled code are kept in its first call, and blocks are added
+                if loop.is_measured:
+                    break
                 state.put_back()
                 checked()
             _check_backward(loop, tuple(blocks))

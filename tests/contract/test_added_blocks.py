@@ -46,10 +46,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         block = lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))  # noqa: E731
-        self.stem, self.blocks, self.head = stem(), nn.ModuleList(block() for _ in range(4)), nn.Linear(64, 8)
+        self.first, self.stem = nn.Linear(64, 64), stem()
+        self.blocks, self.head = nn.ModuleList(block() for _ in range(4)), nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+        x = self.stem(self.first(x))
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)  # type: ignore[no-any-return]
@@ -128,6 +129,58 @@ def test_one_that_cannot_be_a_block_stays_as_it_is(stem: Callable[[], nn.Module]
     actckpt.apply(model, activation_budget="80%", race=False)
     _train(model, 5, expected)
     assert actckpt.report(model).plan is not None and "stem" not in actckpt.remove(model)
+
+
+class OnInputs(Model):
+    """Its stem gets what the program made, and may overwrite before backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Around(Model):
+    """Its stem runs in a module that runs blocks, too; later, once in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(self.stem, *self.blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(self.first(x)))  # type: ignore[no-any-return]
+
+
+def _with_hook() -> nn.Module:
+    stem = Stem()
+    stem[1].register_forward_hook(lambda *_: None)
+    return stem
+
+
+@pytest.mark.parametrize("model", [OnInputs, Around, lambda: Model(_with_hook)])
+def test_one_that_a_second_run_might_disturb_is_not_added(model: Callable[[], nn.Module]) -> None:
+    expected, _ = _step(model())
+    trained = model()
+    actckpt.apply(trained, activation_budget="85%", race=False)
+    _train(trained, 4, expected)
+    assert actckpt.report(trained).plan is not None and "stem" not in actckpt.remove(trained)
+
+
+@pytest.mark.parametrize("where", ["in a block", "around a block"])
+def test_one_that_later_runs_with_a_block_is_no_block_any_more(where: str) -> None:
+    model = Model()
+    actckpt.apply(model, activation_budget="80%", race=False)
+    _train(model, 4, _step(Model())[0])
+    assert "forward" in vars(model.stem)
+    if where == "in a block":
+        first = model.blocks[0][0]
+        first.register_forward_pre_hook(lambda _, args: (model.stem(args[0]),))
+    else:
+        model.stem[0].register_forward_pre_hook(lambda _, args: (model.blocks[3](args[0]),))
+    for _ in range(4):
+        _step(model, 160)
+    assert "forward" not in vars(model.stem)
 
 
 def test_a_later_larger_batch_adds_it() -> None:
