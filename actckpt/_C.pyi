@@ -188,6 +188,7 @@ def run_common(
     early_stop: bool,
     preserve_rng_state: bool,
     check_metadata: bool,
+    audit: Any,
     /,
 ) -> Any: ...
 def run(
@@ -198,6 +199,7 @@ def run(
     early_stop: bool,
     check_metadata: bool,
     outer_swap: int,
+    audit: Any,
     /,
 ) -> Any: ...
 def rerun(refill: Refill, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> None: ...

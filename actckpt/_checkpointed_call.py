@@ -19,6 +19,7 @@ from actckpt._options import NEWER_KEYWORDS, CheckpointOptions, ContextFn
 from actckpt._replay.call_sites import Site, site_of_call
 from actckpt._replay.calls import RegionOptions, run_in_region
 from actckpt._replay.choice import Choice
+from actckpt._rerun.audit import RerunAudit, audit_of
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt.policies import choice_of, selective_choice
@@ -61,19 +62,36 @@ def checkpoint_call(
 
     if (forced := torch_private.forced_by_context()) != (None, None):
         options = _forced(options, *forced)
-    # A common region runs without Python code around the function; C++ decides whether it is one.
-    has_contexts = options.context_fn is not noop_context_fn
-    is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
+    check_metadata = options.determinism_check == "default"
+    audit = audit_of(function, raises=options.preserve_rng_state) if check_metadata else None
     try:
-        if not (is_uncommon or has_contexts or extensions.around_regions) and is_of_module(function):
-            check_metadata = options.determinism_check == "default"
-            result = _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata)
-            if result is not NotImplemented:
-                return result
-        return _run(function, args, kwargs, options, input_hooks, inside.figures)
+        result = _run_common(function, args, kwargs, options, input_hooks, audit)
+        if result is not NotImplemented:
+            return result
+        return _run(function, args, kwargs, options, input_hooks, inside.figures, audit)
     except RuntimeError as error:
         messages.raise_if_hooks_are_refused(error, "checkpoint")
         raise
+
+
+def _run_common(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    input_hooks: torch_private.Hooks | None,
+    audit: RerunAudit | None,
+) -> Any:
+    """Run a common region without Python code around the function; C++ decides too whether it is one.
+
+    If it is none, nothing runs, and the result is NotImplemented.
+    """
+    is_uncommon = kwargs or input_hooks or options.debug or options.offload_inputs or options.rng_trackers
+    has_contexts = options.context_fn is not noop_context_fn or extensions.around_regions
+    if is_uncommon or has_contexts or not is_of_module(function):
+        return NotImplemented
+    check_metadata = options.determinism_check == "default"
+    return _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata, audit)
 
 
 #: For use between two compiled graphs, where the compiler would trace it and must not.
@@ -127,6 +145,7 @@ def _run(
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
     figures: Figures | None,
+    audit: RerunAudit | None,
 ) -> Any:
     """Run the function in a region without a policy."""
     preserve_rng_state, contexts = options.preserve_rng_state, None
@@ -152,7 +171,7 @@ def _run(
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
     check_metadata = options.determinism_check == "default"
-    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata)
+    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata, audit=audit)
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -58,7 +58,7 @@ __all__ = [
 
 
 class RerunMismatchError(ActckptError, CheckpointError):
-    """A rerun saved other tensors than the forward did, or a parameter changed in between.
+    """A rerun saved other tensors or values than the forward did, or a parameter changed in between.
 
     What to do: make the function take the same path in both runs, and call backward before `optimizer.step()`. Pass
     `debug=True` to `checkpoint` to see the operators of both runs.

@@ -5,7 +5,7 @@ import functools
 from actckpt._C import Frame, OffloadSession, Refill, pack_recorded
 from actckpt._core import torch_private
 
-__all__ = ["get_all_leaves", "is_of_checkpoint"]
+__all__ = ["get_all_leaves", "is_of_checkpoint", "is_ours"]
 
 
 def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
@@ -26,7 +26,12 @@ def get_all_leaves(hooks: torch_private.Hooks) -> bool:
     hooks get all tensors nevertheless. Hooks of checkpoints and regions do: in a rerun, the tensor in the place of a
     leaf may not be a leaf, and vice versa. So do hooks that let programs overwrite saved tensors.
     """
+    return is_ours(hooks) or torch_private.allows_mutation()
+
+
+def is_ours(hooks: torch_private.Hooks) -> bool:
+    """Whether hooks belong to a checkpoint of torch, or to a checkpoint, region or offload of actckpt."""
     pack = hooks[0]
     is_of_region = isinstance(pack, functools.partial) and pack.func is pack_recorded
     is_of_offload = isinstance(getattr(pack, "__self__", None), OffloadSession)
-    return is_of_region or is_of_offload or is_of_checkpoint(hooks) or torch_private.allows_mutation()
+    return is_of_region or is_of_offload or is_of_checkpoint(hooks)

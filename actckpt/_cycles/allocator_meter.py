@@ -25,10 +25,9 @@ from typing import Any
 import torch
 
 from actckpt._C import Paused
-from actckpt._core import devices, torch_private
+from actckpt._core import checksums, devices, torch_private
 from actckpt._core.storages import storages_of
 from actckpt._offload import stores
-from actckpt._replay import checksums
 
 __all__ = ["AllocatorMeter", "Older", "RisenPeak", "free_older", "watch_of"]
 

@@ -27,10 +27,9 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from actckpt._core import devices, torch_private
+from actckpt._core import checksums, devices, torch_private
 from actckpt._core.storages import storages_of
 from actckpt._cycles.allocator_meter import AllocatorMeter, Older
-from actckpt._replay import checksums
 from actckpt.memory import LiveStorages
 
 __all__ = ["Meter", "meter_of", "sweep"]

@@ -53,17 +53,10 @@ def planned(
                     "run differs between them. Pass the budget to actckpt.apply, which plans while the model trains."
                 )
             _check_calls(loop, tuple(blocks))
-            for _ in range(_MOST_MEASURED):  # results of compiled code are kept in its first call, and blocks are added
-                if loop.is_measured:
-                    break
-                state.put_back()
-                checked()
+            # Results of compiled code are kept in its first call, and blocks may be added.
+            _repeat(checked, state, _MOST_MEASURED, lambda: loop.is_measured)
             _check_backward(loop, tuple(blocks))
-        for _ in range(_MOST_STEPS):
-            if loop.is_settled:
-                break
-            state.put_back()
-            checked()
+        _repeat(checked, state, _MOST_STEPS, lambda: loop.is_settled)
     finally:
         loop.close()
         unpatch({name: forward.block for name, forward in forwards.items()})
@@ -72,6 +65,15 @@ def planned(
     plan = loop.plan
     assert plan is not None
     return plan
+
+
+def _repeat(step: Step, state: TrainingState, most: int, until: Callable[[], bool]) -> None:
+    """Run a step from the same state until a condition holds."""
+    for _ in range(most):
+        if until():
+            break
+        state.put_back()
+        step()
 
 
 @contextlib.contextmanager

@@ -28,9 +28,9 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._C import OffloadError
 from actckpt._core import devices, torch_private
+from actckpt._core.checksums import checksum
 from actckpt._core.sites import warn_user
 from actckpt._core.warning_texts import WarningText
-from actckpt._replay.checksums import checksum
 from actckpt._replay.lineage import Handle
 from actckpt._replay.paused import Paused
 from actckpt._replay.tape import Tape

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from actckpt import _C, config
 from actckpt._C import Moved, OffloadError, record_version, value_of
-from actckpt._core import torch_private
+from actckpt._core import checksums, torch_private
+from actckpt._core.checksums import compact
 from actckpt._core.counters import counters
 from actckpt._offload import notices, stores
 from actckpt._offload.session import Session
-from actckpt._replay import aliases, checksums
+from actckpt._replay import aliases
 from actckpt._replay.aliases import Seen
 from actckpt._replay.call_sites import Site
-from actckpt._replay.checksums import compact
 from actckpt._replay.choice import Choice
 from actckpt._replay.lineage import KnownStorage, TapeCore, Value, is_unread
 from actckpt._replay.paused import Paused, whole

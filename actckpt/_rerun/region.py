@@ -29,6 +29,7 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
+from actckpt._rerun.audit import RerunAudit
 from actckpt._rerun.inputs import Inputs
 from actckpt._rerun.object_state import modules_as_found, reads_checked
 from actckpt.errors import ActckptError
@@ -73,6 +74,7 @@ class Region:
         *,
         early_stop: bool,
         check_metadata: bool,
+        audit: RerunAudit | None = None,
     ) -> Any:
         """Run the forward: saved tensors become slots, which hold no data."""
         if self.forward_context is not None or self.carried is not None:
@@ -82,7 +84,7 @@ class Region:
             swap = self.random.outer_swap
         else:
             swap = _C.current_swap() if self.inputs.is_swapped else -1
-        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap)
+        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap, audit)
         self.inputs.forward_done()
         return result
 

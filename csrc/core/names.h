@@ -15,12 +15,14 @@ namespace actckpt {
   X(are_as_found, "are_as_found") \
   X(ask_policy, "ask_policy") \
   X(args, "args") \
+  X(around, "around") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
   X(audit_late, "audit_late") \
   X(buffers, "_buffers") \
   X(callee, "callee") \
   X(changed_unseen, "changed_unseen") \
+  X(check, "check") \
   X(code_name, "co_name") \
   X(conj, "conj") \
   X(copy, "copy_") \
@@ -68,6 +70,8 @@ namespace actckpt {
   X(offloads_inputs_from, "offloads_inputs_from") \
   X(neg_view, "_neg_view") \
   X(no_reason, "") \
+  X(note, "note") \
+  X(note_again, "note_again") \
   X(note_opaque, "note_opaque") \
   X(num_returned, "num_returned") \
   X(parameters, "_parameters") \

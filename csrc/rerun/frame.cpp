@@ -1,4 +1,4 @@
-#include "rerun/frame.h"
+#include "rerun/refill.h"
 
 #include <structmember.h>  // T_PYSSIZET, READONLY; the new names exist from Python 3.12 on
 
@@ -115,8 +115,8 @@ PyObject* frame_pack(PyObject* self, PyObject* tensor) {
       const auto function = py::reinterpret_borrow<py::object>(observer);
       owned(PyObject_CallOneArg(function.ptr(), tensor));
     }
-    SlotObject* slot = new_slot(frame, frame->saved.size());
-    saved.slot = slot;
+    call_audit(frame, names().note, frame->saved.size(), tensor);
+    SlotObject* slot = saved.slot = new_slot(frame, frame->saved.size());
     frame->saved.push_back(std::move(saved));
     frame->num_live += 1;
     return reinterpret_cast<PyObject*>(slot);

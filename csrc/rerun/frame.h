@@ -69,6 +69,7 @@ struct RecomputeContext {
   py::object lock;                         // threading.RLock: one rerun at a time
   std::shared_ptr<Parameters> parameters;  // of the function; null if `region` is set
   py::object buffers;                      // Python's Buffers of the function; null if it has none or `region` is set
+  py::object audit;                        // Python's RerunAudit; null: this call is not audited
   // Reruns restore random state, under the swap lock. The swap during whose rerun the region was made, 0: none; -1:
   // random state is not restored.
   long long outer_swap = -1;
@@ -92,8 +93,8 @@ struct FrameObject {
 template <typename Visit>
 void for_each_reference(FrameObject& frame, const Visit& visit) {
   RecomputeContext& recipe = frame.recipe;
-  for (py::object* field :
-       {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock, &recipe.buffers}) {
+  for (py::object* field : {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock,
+                            &recipe.buffers, &recipe.audit}) {
     visit(field->ptr());
   }
   if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);

@@ -108,6 +108,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
         return stop(refill);
       }
     }
+    call_audit(frame, names().note_again, index, tensor);
     Refilled& entry = refill->values->slots[index];
     entry.tensor = value;
     entry.version_check = VersionCheck(tensor, version, value.ptr());
@@ -207,6 +208,12 @@ std::size_t count_needed(const FrameObject* frame) {
 }
 
 }  // namespace
+
+void call_audit(const FrameObject* frame, PyObject* method, std::size_t index, PyObject* object) {
+  if (!frame->recipe.audit) return;
+  const py::object audit = frame->recipe.audit;
+  call_method_with(audit.ptr(), method, number(static_cast<long long>(index)).ptr(), object);
+}
 
 py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key) {
   RefillObject* refill = PyObject_New(RefillObject, refill_type);

@@ -6,6 +6,9 @@
 
 namespace actckpt {
 
+// Calls a method of the region's audit with the index of a saved tensor and `object`; does nothing if there is none.
+void call_audit(const FrameObject* frame, PyObject* method, std::size_t index, PyObject* object);
+
 // Starts a rerun of `frame` for `key`, since saved tensor `index` is unpacked.
 py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key);
 

@@ -76,10 +76,13 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
 
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
 void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
+  const py::object audit = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe.audit;
+  auto called = py::reinterpret_borrow<py::object>(function);
+  if (audit) called = call_method(audit.ptr(), names().around, function);
   const GradMode on(true);
   num_open_reruns += 1;
   num_reruns += 1;
-  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
+  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, called.ptr(), args, kwargs);
   num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
@@ -213,6 +216,7 @@ PyObject* unpack(PyObject*, PyObject* handle) {
     py::object key = current_key();
     py::object value = key ? take(frame, index, key.ptr()) : py::object();
     if (!value) value = bring_back(frame, index, std::move(key));
+    call_audit(frame, names().check, index, handle);
     return value.release().ptr();
   });
 }
@@ -227,21 +231,22 @@ bool truth(PyObject* object) {
   return result != 0;
 }
 
-RecomputeContext new_recipe(PyObject* function, PyObject* early_stop) {
+RecomputeContext new_recipe(PyObject* function, PyObject* early_stop, PyObject* audit) {
   RecomputeContext recipe;
   recipe.function = py::reinterpret_borrow<py::object>(function);
   recipe.lock = call(names().lock_type);
   recipe.early_stop = truth(early_stop);
+  if (audit != Py_None) recipe.audit = py::reinterpret_borrow<py::object>(audit);
   return recipe;
 }
 
-// run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result, or NotImplemented, with nothing
-// done, if the region needs Python's Region.
+// run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result, or NotImplemented, with
+// nothing done, if the region needs Python's Region.
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 5) throw py::type_error("run_common takes five arguments");
+    if (nargs != 6) throw py::type_error("run_common takes six arguments");
     if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
-    RecomputeContext recipe = new_recipe(args[0], args[2]);
+    RecomputeContext recipe = new_recipe(args[0], args[2], args[5]);
     recipe.state = capture_state();
     bool on_device = false;
     if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
@@ -276,11 +281,11 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result
+// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 7) throw py::type_error("run takes seven arguments");
-    RecomputeContext recipe = new_recipe(Py_None, args[4]);  // the region holds the function as inputs
+    if (nargs != 8) throw py::type_error("run takes eight arguments");
+    RecomputeContext recipe = new_recipe(Py_None, args[4], args[7]);  // the region holds the function as inputs
     recipe.outer_swap = PyLong_AsLongLong(args[6]);
     recipe.region = py::reinterpret_borrow<py::object>(args[0]);
     const py::object frame = new_frame(std::move(recipe), truth(args[5]));
@@ -321,9 +326,9 @@ PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
 PyMethodDef region_functions[] = {
     {"run_common", fast(run_common), METH_FASTCALL,
-     "run_common(function, args, early_stop, preserve_rng_state, check_metadata) -> result"},
+     "run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result"},
     {"run", fast(run), METH_FASTCALL,
-     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap) -> result"},
+     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},

@@ -12,8 +12,8 @@ from oracle import assert_equal
 from torch import Tensor
 
 import actckpt
+from actckpt._core import checksums
 from actckpt._cycles.meter import meter_of
-from actckpt._replay import checksums
 
 _LAYERS = 4
 #: The model takes 5.4 MiB of it with everything recomputed, and what follows it 8 MiB.

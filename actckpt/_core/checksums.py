@@ -1,6 +1,7 @@
-"""Position-sensitive checksums of the bytes behind a tensor, in pieces of bounded size."""
+"""Position-sensitive checksums and sums of the elements of a tensor, in pieces of bounded size."""
 
 import contextlib
+import math
 import operator
 import threading
 import weakref
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out"]
+__all__ = ["are_close", "checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out", "sums"]
 
 #: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
 _LEAST_PIECE = 1 << 15
@@ -24,6 +25,8 @@ _thread = threading.local()
 _Context = Callable[[], AbstractContextManager[object]]
 #: Contexts entered around each checksum, while their owners are alive: used by allocator meters.
 _around: list[weakref.WeakMethod[_Context]] = []
+#: How much rounding changes a tensor, relative to its norm, at most.
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 #: Sizes and strides in elements, the smallest stride first.
 _Dims = list[tuple[int, int]]
 
@@ -35,12 +38,36 @@ def checksum(tensor: Tensor) -> Tensor:
     count.
     Cost: linear in the elements in memory; 16 temporary bytes per element of one piece.
     """
+    with _not_counted():
+        return _checksum(tensor)
+
+
+def sums(tensor: Tensor) -> Tensor:
+    """Return two sums of a floating-point tensor, on its device, for `are_close`. Call it paused.
+
+    The first one weights each element by its position, so another order changes it. The second is the sum of squares.
+    """
+    with _not_counted():
+        return _sums(tensor)
+
+
+def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether rounding explains the difference of two tensors with these sums. Waits for the device."""
+    (one_sum, one_square), (other_sum, other_square) = one.tolist(), other.tolist()
+    norm = max(one_square, other_square) ** 0.5
+    allowed = _ROUNDING.get(dtype.to_real(), 0.0) * norm
+    is_finite = math.isfinite(norm) and math.isfinite(one_sum) and math.isfinite(other_sum)
+    return is_finite and abs(one_sum - other_sum) <= allowed and abs(one_square**0.5 - other_square**0.5) <= allowed
+
+
+@contextlib.contextmanager
+def _not_counted() -> Iterator[None]:
     _thread.is_running = True
     try:
         with contextlib.ExitStack() as stack:
             for context in _contexts():
                 stack.enter_context(context())
-            return _sum(tensor)
+            yield
     finally:
         _thread.is_running = False
 
@@ -73,18 +100,38 @@ def _contexts() -> list[_Context]:
     return [context for _, context in contexts if context is not None]
 
 
-def _sum(tensor: Tensor) -> Tensor:
+def _checksum(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if tensor.numel() == 0:
         return total
-    words = _words(tensor)
-    most = min(max(words.numel() // _PART, _LEAST_PIECE), _MOST_PIECE) // 8 * 8
-    weights = torch.arange(min(most, words.numel()), dtype=torch.int64, device=tensor.device)
-    weights.mul_(_MULTIPLIER).bitwise_or_(1)
-    for piece in map(_wide, _pieces(words, most)):
+    elements = _elements(tensor)
+    words = elements.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(elements.element_size(), torch.int64))
+    weights = _weights(words)
+    for piece in map(_wide, _pieces(words, weights.numel())):
         # Odd weights: no change of a single element is lost modulo 2**64.
         total = torch.add(_weighted(piece, weights[: piece.numel()]), total, alpha=_MULTIPLIER)
     return total
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    if tensor.numel() == 0:
+        return total
+    elements = _elements(tensor)
+    dtype = torch.float64 if elements.dtype == torch.float64 else torch.float32
+    weights = _weights(elements).to(dtype).mul_(2.0**-63)
+    for number, piece in enumerate(_pieces(elements, weights.numel())):
+        wide = piece.to(dtype).reshape(-1)
+        total[0] += torch.dot(wide, weights[: piece.numel()]) * (1 + number % 7)
+        total[1] += torch.dot(wide, wide)
+    return total
+
+
+def _weights(elements: Tensor) -> Tensor:
+    """Return one odd 64-bit number for each element of a piece."""
+    most = min(max(elements.numel() // _PART, _LEAST_PIECE), _MOST_PIECE) // 8 * 8
+    weights = torch.arange(min(most, elements.numel()), dtype=torch.int64, device=elements.device)
+    return weights.mul_(_MULTIPLIER).bitwise_or_(1)
 
 
 def _weighted(piece: Tensor, weights: Tensor) -> Tensor:
@@ -124,23 +171,21 @@ def _pieces(words: Tensor, most: int) -> Iterator[Tensor]:
             yield words[begin : begin + most // row]
 
 
-def _words(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as integers; those that strides of 0 repeat, once."""
-    size = tensor.element_size()
+def _elements(tensor: Tensor) -> Tensor:
+    """Return the real elements of a tensor; those that strides of 0 repeat, once."""
     dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1 and stride]
     dims.sort(key=operator.itemgetter(1))
     offset = tensor.storage_offset()
     # Raw bytes. Only views: torch.func's wrappers give no access to their storage.
     plain = tensor.conj() if tensor.is_conj() else tensor.detach()
     plain = torch_private.neg_view(plain) if plain.is_neg() else plain
-    if size > 8:
+    if plain.is_complex():
         plain = torch.view_as_real(plain)
         dims = [(2, 1), *((n, 2 * stride) for n, stride in dims)]
         offset *= 2
     merged = _merged(dims)
     shape, strides = [n for n, _ in reversed(merged)], [stride for _, stride in reversed(merged)]
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)
-    return plain.view(dtype).as_strided(shape, strides, offset)
+    return plain.as_strided(shape, strides, offset)
 
 
 def _merged(dims: _Dims) -> _Dims:

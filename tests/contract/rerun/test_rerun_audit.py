@@ -1,0 +1,199 @@
+"""With `audit="always"`, a rerun that saves other values than its forward raises, where torch is silently wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import CountOperators, assert_equal, leaf, ours, plain, theirs
+from torch import Tensor, nn
+
+import actckpt
+from actckpt.errors import ActckptWarning, RerunMismatchError
+
+_NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _audits_each_call() -> None:
+    actckpt.configure(audit="always")  # until the fixture of all tests puts it back
+
+
+class _Dispatch:
+    """A layout that differs in each call although its inputs do not, as of experts' tokens."""
+
+    @staticmethod
+    def permuted(x: Tensor) -> Tensor:
+        return torch.arange(len(x)).roll(next(_NUMBERS))
+
+
+@torch.library.custom_op("actckpt_tests::dispatched", mutates_args=())
+def _dispatched(x: Tensor) -> Tensor:
+    return x[_Dispatch.permuted(x)].clone()
+
+
+_dispatched.register_autograd(lambda ctx, grad: grad.clone())
+
+#: Functions that differ in each call, by what differs.
+IMPURE: dict[str, Callable[[Tensor], Tensor]] = {
+    "a counter": lambda x: (x * next(_NUMBERS)).exp(),
+    "Python's random numbers": lambda x: (x * random.random()).exp(),
+    "NumPy's random numbers": lambda x: (x * float(np.random.rand())).exp(),
+    "an operator of one's own": lambda x: _dispatched(x).exp(),
+    "indices": lambda x: x[_Dispatch.permuted(x)].exp(),
+    "integers": lambda x: x[torch.tensor([next(_NUMBERS) % 3])] * 2,
+}
+
+
+@pytest.mark.parametrize("method", ["function", "module", "apply"])
+@pytest.mark.parametrize("name", IMPURE)
+def test_a_function_that_is_not_pure_raises(name: str, method: str) -> None:
+    class Block(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return IMPURE[name](x)
+
+    x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+    if method == "apply":
+        model = nn.Sequential(Block())
+        actckpt.apply(model, blocks=Block)
+        y = model(x)
+    else:
+        y = ours(Block() if method == "module" else IMPURE[name], x)
+    with pytest.raises(RerunMismatchError, match=r"does not repeat its forward: saved tensor.* no right gradient"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", IMPURE)
+def test_a_policy_is_right_where_a_rerun_raises(name: str) -> None:
+    def run(method: Callable[..., Tensor], **options: Any) -> Tensor | None:
+        global _NUMBERS
+        _NUMBERS = itertools.count(1)
+        random.seed(0)
+        np.random.seed(0)
+        x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+        method(IMPURE[name], x, **options).sum().backward()
+        return x.grad
+
+    assert_equal(run(ours, policy=[torch.ops.actckpt_tests.dispatched.default]), run(plain))
+
+
+def test_torch_is_silently_wrong() -> None:
+    x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
+    y = theirs(IMPURE["a counter"], x)
+    y.sum().backward()
+    scale = y.detach().log() / x.detach()
+    assert x.grad is not None and not torch.allclose(x.grad, scale * y.detach())
+
+
+@pytest.mark.parametrize("audit", ["off", "first"])
+def test_otherwise_no_rerun_is_audited(audit: Any) -> None:
+    actckpt.configure(audit=audit)
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
+    counts = []
+    for method in (plain, ours):
+        with CountOperators() as operators:
+            method(model, x)
+        counts.append(operators.total)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"determinism_check": "none"}, {"use_reentrant": False, "determinism_check": "none"}]
+)
+def test_without_the_check_of_determinism_nothing_is_compared(options: dict[str, Any]) -> None:
+    ours(IMPURE["a counter"], leaf(3), **options).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_difference_like_that_of_rounding_warns_once(dtype: torch.dtype) -> None:
+    scale = (1 if dtype is torch.bfloat16 else 4) * torch.finfo(dtype).eps
+    block = type(f"Rounds{dtype}", (nn.Module,), {"forward": lambda _, x: (x * (1 + scale * next(_NUMBERS))).sin()})
+    x = torch.linspace(0.5, 1.0, 512, dtype=dtype).requires_grad_()
+    with pytest.warns(ActckptWarning, match="as small as one of rounding") as warned:
+        for _ in range(4):
+            ours(block(), x).sum().backward()
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        (torch.float32, "another order"),
+        (torch.bfloat16, "another order"),
+        (torch.float32, "one of many"),
+        (torch.float32, "zeros"),
+        (torch.bfloat16, "zeros"),
+    ],
+)
+def test_rounding_explains_nothing_else(dtype: torch.dtype, change: str) -> None:
+    x = torch.randn(512, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    y = x.detach()
+    one, some = (torch.arange(512) % number for number in (500, 9))
+    other = {"another order": y.flip(0), "one of many": y * (one > 0), "zeros": y * (some > 0)}[change]
+    runs = itertools.count()
+
+    def function(x: Tensor) -> Tensor:
+        return (x + (other - y if next(runs) else torch.zeros_like(y))).sin()
+
+    with pytest.raises(RerunMismatchError, match="has other values"):
+        ours(function, x).sum().backward()
+
+
+def test_memory_that_nobody_wrote_only_warns() -> None:
+    fills = itertools.count(1)
+
+    def function(x: Tensor) -> Tensor:
+        memory = torch.empty(3)
+        memory.detach().copy_(torch.full((3,), float(next(fills))))  # as what was there before
+        return x * memory
+
+    with pytest.warns(ActckptWarning, match="nobody may have written"):
+        ours(function, leaf(3)).sum().backward()
+
+
+def _modules() -> Iterator[tuple[str, Callable[[], nn.Module], tuple[int, ...]]]:
+    yield "batch norm", lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.ReLU(inplace=True)), (2, 4, 5)
+    yield "rrelu", lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU(), nn.Dropout(0.3)), (2, 4)
+    yield "spectral norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), (2, 4)
+    yield "lstm", lambda: nn.LSTM(4, 4, 2, dropout=0.2), (5, 2, 4)
+    yield "attention", lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.2), (5, 2, 4)
+    yield "fractional pooling", lambda: nn.FractionalMaxPool2d(2, output_size=2), (2, 3, 5, 5)
+
+
+@pytest.mark.parametrize(("name", "make", "shape"), [*_modules()])
+def test_modules_of_torch_pass(name: str, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    module = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            result = ours(module, torch.randn(shape, requires_grad=True))
+            (result[0] if isinstance(result, tuple) else result).square().sum().backward()
+
+
+@pytest.mark.parametrize("retain", [True, False])
+def test_nested_checkpoints_and_repeated_backwards_are_audited(retain: bool) -> None:
+    calls = itertools.count()
+
+    def inner(x: Tensor) -> Tensor:
+        return (x * (1.0 if next(calls) < (3 if retain else 1) else 2.0)).exp()
+
+    x = leaf(3)
+    y = ours(lambda x: ours(inner, x).sin(), x) if not retain else ours(inner, x)
+    if retain:
+        y.sum().backward(retain_graph=True)
+        next(calls)
+        next(calls)
+    with pytest.raises(RerunMismatchError):
+        y.sum().backward()
+
+
+def test_hooks_that_give_other_bytes_back_are_not_blamed() -> None:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32)):
+        y = ours(lambda x: x.exp().sin(), torch.tensor([0.11, 0.22, 0.33], requires_grad=True))
+    y.sum().backward()
