@@ -231,6 +231,32 @@ def test_every_way_to_name_a_private_part_is_found(source: str, count: int) -> N
     assert len(_private_parts(source)) == count
 
 
+_CONTRACT = sorted((_ROOT / "tests" / "contract").rglob("*.py"))
+_OWN_PRIVATE = re.compile(r"\bactckpt(\.\w+)*\._[a-zA-Z]\w*|\bfrom actckpt(\.\w+)* import \(?\s*(\w+,\s*)*_[a-zA-Z]")
+
+
+@pytest.mark.parametrize("path", _CONTRACT, ids=lambda path: path.name)
+def test_contract_tests_name_no_private_part_of_actckpt(path: Path) -> None:
+    found = _OWN_PRIVATE.search(path.read_text())
+    assert not found, f"{path.name} names {found[0]}: use public names, or tests/internals for a tool of tests"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_private"),
+    [
+        ("from actckpt._core import devices", True),
+        ("from actckpt import _C, config", True),
+        ("from actckpt import (\n    config,\n    _C,\n)", True),
+        ("import actckpt._bind as bind", True),
+        ("actckpt._C.numerics()", True),
+        ('monkeypatch.setattr("actckpt.memory._now", 1)', True),
+        ("from actckpt import memory_labels\nfrom actckpt.errors import OffloadError\nactckpt.__all__", False),
+    ],
+)
+def test_every_way_to_name_a_private_part_of_actckpt_is_found(source: str, is_private: bool) -> None:
+    assert bool(_OWN_PRIVATE.search(source)) == is_private
+
+
 #: What C++ may not tell devices apart by: only CPU or not matters, and which backend a device has is Python's to say.
 _KIND_OF_DEVICE = re.compile(r"is_cuda|kCUDA|DeviceType|\"cuda:")
 

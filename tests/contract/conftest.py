@@ -11,14 +11,12 @@ import pytest
 import random_programs
 import torch
 from device_exemptions import is_expected, why_exempt
-from offload_oracle import store_of_kind
+from internals.settings import settings_as_before
+from internals.stores import offload_from, own_stores, store_of_kind
 from on_device import tensors_on
 from oracle import CountOperators
-from settings_seen import settings_as_before
 
 import actckpt
-from actckpt import _checkpointed_call
-from actckpt._offload import session
 
 __all__ = ["settings_as_before"]
 
@@ -77,7 +75,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 def _on_gpu(item: pytest.Item) -> Iterator[None]:
     torch.cuda.manual_seed_all(0)
     torch.cuda.reset_peak_memory_stats()
-    with on_cuda.own_stores(), on_cuda.deterministic():
+    with own_stores(), on_cuda.deterministic():
         yield
 
 
@@ -107,8 +105,7 @@ def no_audit() -> None:
 @pytest.fixture
 def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let tensors of 4 KiB be offloaded, too."""
-    for module in (session, _checkpointed_call):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
+    offload_from(monkeypatch, 4 << 10)
 
 
 @pytest.fixture

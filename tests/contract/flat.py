@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from offload_oracle import flush
+from internals.stores import flush
 
 import actckpt
 from actckpt.memory import LiveStorages

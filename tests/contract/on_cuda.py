@@ -11,10 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from actckpt._core.devices import CUDA_LIBRARY
-from actckpt._offload import stores
-
-__all__ = ["EXPECTED_WARNINGS", "deterministic", "memory_of", "own_stores"]
+__all__ = ["EXPECTED_WARNINGS", "deterministic", "memory_of"]
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts; deterministic products need it
 
@@ -45,19 +42,6 @@ def deterministic() -> Iterator[None]:
         torch.cuda.synchronize()  # what went wrong on the device fails the test that did it
 
 
-@contextmanager
-def own_stores() -> Iterator[None]:
-    """Let what is offloaded inside the block go to stores that end with it."""
-    before = dict(stores._stores)
-    stores._stores.clear()
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize()
-        stores._stores.clear()
-        stores._stores.update(before)
-
-
 class _Copied(numpy.ndarray):
     """A copy of memory of the device, which is written back where it is written to."""
 
@@ -70,7 +54,7 @@ class _Copied(numpy.ndarray):
 
 
 def _driver(name: str, *args: Any) -> None:
-    status = getattr(ctypes.CDLL(CUDA_LIBRARY), name)(*args)
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*args)
     assert status == 0, f"{name} returned {status}"
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import on_device
 import pytest
 import torch
-from offload_oracle import PythonStore, Tested, flush, store_in_memory, using
+from internals.stores import PythonStore, Tested, flush, store_in_memory, using
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 

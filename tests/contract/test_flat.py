@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from flat import STEPS, assert_flat
-from offload_oracle import flush, store_of_kind
+from internals.stores import flush, store_of_kind
 from oracle import leaf, mlp, ours
 
 import actckpt

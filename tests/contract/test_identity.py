@@ -11,7 +11,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from offload_oracle import TwoTensor, flush, two_tensor
+from internals.stores import flush
+from offload_oracle import TwoTensor, two_tensor
 from oracle import assert_equal, leaf, no_collector, plain, theirs
 
 import actckpt

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import on_device
 import pytest
 import torch
+from internals.notices import forget_told
 from oracle import assert_equal
 from test_budgets import Training
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -86,7 +87,7 @@ def test_labels_of_the_program_are_back_after_an_error(allocator: Allocator) -> 
 
 
 def test_where_nothing_is_labelled_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actckpt._core.sites._shown", set())
+    forget_told(monkeypatch)
     told = pytest.warns(UserWarning, match="nothing is labelled.*(there is no device|labels no memory there)")
     with told as warned:
         for _ in range(2):

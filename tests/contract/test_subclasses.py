@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from offload_oracle import TwoTensor, flush
+from internals.stores import flush
+from offload_oracle import TwoTensor
 from oracle import Saves, assert_equal
 from ranks import needs_gloo
 from torch.utils import _pytree

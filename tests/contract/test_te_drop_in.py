@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from internals.notices import forget_told
 from oracle import assert_equal, leaf
 
 import actckpt
@@ -46,7 +47,7 @@ class Tracker:
 
 
 def test_positional_options_of_old_versions_warn_and_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actckpt._core.sites._shown", set())
+    forget_told(monkeypatch)
     x, tracker = leaf(3), Tracker()
     with pytest.warns(DeprecationWarning, match="by name"):
         y = actckpt.te.checkpoint(lambda a, b: (a * b).exp(), False, lambda: tracker, None, x, 2.0)
@@ -58,7 +59,7 @@ def test_positional_options_of_old_versions_warn_and_work(monkeypatch: pytest.Mo
 
 
 def test_use_reentrant_is_ignored_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actckpt._core.sites._shown", set())
+    forget_told(monkeypatch)
     with pytest.warns(UserWarning, match="use_reentrant=True is ignored") as caught:
         for _ in range(3):
             actckpt.te.checkpoint(torch.exp, leaf(3), use_reentrant=True).sum().backward()

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 from demo_training import Training
+from internals.stores import offload_from
 from oracle import assert_equal
 
 import actckpt
-from actckpt import _C, Action, _checkpointed_call, config
+from actckpt import _C, Action, config
 from actckpt._budget import bandwidth
 from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
@@ -28,8 +29,7 @@ _SHARES = (0.3, 0.5, 0.7)
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans offload tensors of the toy model, and set windows by themselves."""
-    for module in (session, _checkpointed_call):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    offload_from(monkeypatch, 16 << 10)
     before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit")}
     actckpt.configure(max_inflight="auto")
     yield

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from demo_training import start_peak
+from internals.stores import offload_from
 from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt import _checkpointed_call, config
+from actckpt import config
 from actckpt._core import devices
-from actckpt._offload import session
 
 _SHARES = (0.55, 0.65, 0.8)
 #: With candidates that are tried.
@@ -24,8 +24,7 @@ _STEPS = 24
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans offload small tensors, and set windows by themselves; no audit adds to peaks."""
-    for module in (session, _checkpointed_call):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    offload_from(monkeypatch, 16 << 10)
     before = {name: getattr(config.settings(), name) for name in ("max_inflight", "audit")}
     actckpt.configure(max_inflight="auto", audit="off")
     yield

@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from demo_training import start_peak
+from internals.stores import offload_from
 from torch import Tensor, nn
 
 import actckpt
-from actckpt import _checkpointed_call, config
-from actckpt._offload import session
+from actckpt import config
 
 
 @pytest.fixture(autouse=True)
 def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let plans offload tensors of toy models, and set windows by themselves."""
-    for module in (session, _checkpointed_call):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 16 << 10)
+    offload_from(monkeypatch, 16 << 10)
     before = config.settings().max_inflight
     actckpt.configure(max_inflight="auto")
     yield

@@ -1,4 +1,4 @@
-"""Steps with quantized modules give every reference back: references.py tells how."""
+"""Steps with quantized modules give every reference back: internals/references.py tells how."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from references import assert_references_flat
+from internals.references import assert_references_flat
 
 from te_on_cpu import training
 from te_on_cpu.methods import METHODS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush
+from internals.stores import flush
 from oracle import Saves, assert_equal, leaf
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import PythonStore
+from internals.stores import PythonStore
 
 import actckpt
 from actckpt import _C, config

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore, the_store, unique_saved_bytes, using
+from offload_oracle import unique_saved_bytes
 from oracle import CountOperators, assert_equal, gradients, leaf, mlp, ours
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -125,47 +123,6 @@ def test_offloading_inside_a_compiled_function_moves_and_is_bit_equal(kind: str)
         assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
 
 
-_cached = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-
-
-def _traced(*rooms: str) -> set[str]:
-    """Return which functions of these rooms the compiler has made graphs of."""
-    found = set()
-    for name, module in list(sys.modules.items()):
-        if name.startswith(rooms):
-            members = [module, *(each for each in vars(module).values() if isinstance(each, type))]
-            functions = (each for member in members for each in vars(member).values() if inspect.isfunction(each))
-            found |= {each.__qualname__ for each in functions if _cached(each.__code__)}
-    return found
-
-
-@pytest.mark.parametrize("kind", ["offload", "replay", "replay from a store"])
-def test_what_hooks_run_between_compiled_graphs_is_not_traced(kind: str) -> None:
-    """A compiled look at a GPU's stream finds an object without a handle."""
-    contexts: dict[str, Callable[[], Any]] = {
-        "offload": lambda: actckpt.offload(min_bytes=0),
-        "replay": actckpt.region,
-        "replay from a store": lambda: actckpt.region("offload"),
-    }
-    model, x = mlp(), leaf(64, 8)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        with contexts[kind]():
-            y = model(x * 2).sin()
-        y.cos().sum().backward()
-        return y
-
-    torch.compile(step, backend="aot_eager")(x)
-    assert x.grad is not None
-    assert not _traced(
-        "actckpt._core.devices",
-        "actckpt._core.accelerator",
-        "actckpt._core.cuda",
-        "actckpt._offload",
-        "actckpt._replay",
-    )
-
-
 def test_an_applied_model_that_offloads_compiles_with_graph_breaks() -> None:
     model = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2))
     x = leaf(64, 8)
@@ -246,21 +203,6 @@ def test_the_budget_of_the_compiler_that_the_warning_names_saves_less() -> None:
             compiled = torch.compile(model, backend="aot_eager_decomp_partition")
             held[share] = unique_saved_bytes(lambda: compiled(x), [x, *model.parameters()])[1]  # noqa: B023 called here
     assert held[1.0] > held[0.5] > held[0.0], held
-
-
-def test_frames_of_a_store_are_not_compiled(store_in_memory: None) -> None:
-    """What is in Python of the store of devices runs in hooks, while compiled functions do."""
-    store, code = PythonStore(the_store()), PythonStore.put.__code__
-    model, x = mlp(), leaf(64, 8)
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        with actckpt.offload(min_bytes=0):
-            return model(x * 2).sin()
-
-    with using(store):
-        torch.compile(function, backend="eager")(x).sum().backward()
-    assert store.buffers, "nothing was moved"
-    assert torch._dynamo.eval_frame._debug_get_cache_entry_list(code) == []
 
 
 def test_offloading_inside_a_full_graph_raises() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from offload_oracle import KINDS, assert_no_ticket_is_left, store_of_kind
+from internals.stores import KINDS, assert_no_ticket_is_left, store_of_kind
 
 import actckpt
 

@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import (
+from internals.stores import (
     KINDS,
     PythonStore,
     faults,
     faulty_store,
     flush,
-    free_and_fill,
-    free_memory,
     live_tickets,
     store_of_kind,
     store_on_disk,
     using,
 )
+from offload_oracle import free_and_fill, free_memory
 from oracle import leaf
 
 import actckpt

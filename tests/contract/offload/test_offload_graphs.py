@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore, assert_same, deep, flush, store_in_memory, using
+from internals.stores import PythonStore, flush, store_in_memory, using
+from offload_oracle import assert_same, deep
 from oracle import Programs, assert_equal, gradients, leaf, mlp, ours
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 

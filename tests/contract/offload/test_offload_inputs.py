@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush
+from internals.stores import flush, offload_from
 from oracle import assert_equal, leaf
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
-from actckpt import _checkpointed_call
 from actckpt.errors import SavedTensorChangedError
 
 pytestmark = pytest.mark.usefixtures("kind")
@@ -34,7 +33,7 @@ _POLICIES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Move inputs of every size."""
-    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", 0)
+    offload_from(monkeypatch, 0)
 
 
 def _saved_by_autograd(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ def test_gradients_are_bit_equal_and_the_input_is_released(function: Callable[..
 
 
 def test_parameters_buffers_and_small_inputs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checkpointed_call, "DEFAULT_MIN_BYTES", _BYTES)
+    offload_from(monkeypatch, _BYTES)
     module = torch.nn.BatchNorm1d(_SIZE)
     module.register_buffer("big", torch.randn(_SIZE, _SIZE))
     weight, small = torch.nn.Parameter(torch.randn(_SIZE, _SIZE)), torch.randn(_SIZE)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import assert_same, flush, unique_saved_bytes
+from internals.stores import flush
+from offload_oracle import assert_same, unique_saved_bytes
 from oracle import leaf
 
 import actckpt

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
-from offload_oracle import KINDS, assert_no_ticket_is_left, flush, store_of_kind
+from internals.stores import KINDS, assert_no_ticket_is_left, flush, store_of_kind
 from oracle import assert_equal, ours, plain, theirs
 from random_programs import Drawn, draws, many_draws, outcome
 

@@ -1,4 +1,4 @@
-"""500 offloads of each kind give every reference back: references.py tells how."""
+"""500 offloads of each kind give every reference back: internals/references.py tells how."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import faults, faulty_store, flush, store_of_kind, two_tensor
+from internals.references import STEPS, SavesBoth, assert_references_flat, chain, fails, sines
+from internals.stores import faults, faulty_store, flush, store_of_kind
+from offload_oracle import two_tensor
 from oracle import leaf, ours
-from references import STEPS, SavesBoth, assert_references_flat, chain, fails, sines
 
 import actckpt
 

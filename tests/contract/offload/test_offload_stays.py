@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
-from offload_oracle import TwoTensor, flush, two_tensor, unique_saved_bytes
+from internals.stores import flush
+from offload_oracle import TwoTensor, two_tensor, unique_saved_bytes
 from oracle import leaf, mlp
 
 import actckpt

@@ -10,7 +10,7 @@ from typing import Any
 import on_device
 import pytest
 import torch
-from offload_oracle import flush, store_of_kind
+from internals.stores import flush, store_of_kind
 from oracle import leaf
 from torch import Tensor, nn
 from transformer_block import Block

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore, faults, faulty_store, flush, store_on_disk, using
+from internals.stores import PythonStore, faults, faulty_store, flush, store_on_disk, using
 from oracle import assert_equal, leaf
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy

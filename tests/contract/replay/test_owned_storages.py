@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush, store_of_kind
+from internals.stores import flush, store_of_kind
 from oracle import assert_equal, leaf
 from torch import Tensor, nn
 

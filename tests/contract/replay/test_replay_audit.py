@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import PythonStore, flush, store_in_memory, using
+from internals.stores import PythonStore, flush, store_in_memory, using
 from on_device import memory_of
 from oracle import CountOperators, assert_equal
 from torch import Tensor

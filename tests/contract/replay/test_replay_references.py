@@ -1,4 +1,4 @@
-"""500 replays of each kind give every reference back: references.py tells how."""
+"""500 replays of each kind give every reference back: internals/references.py tells how."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import on_device
 import pytest
 import torch
+from internals.references import assert_references_flat, chain, fails, sines
 from oracle import SavingSquare, leaf, ours
-from references import assert_references_flat, chain, fails, sines
 
 import actckpt
 

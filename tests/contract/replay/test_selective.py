@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import store_of_kind
+from internals.stores import store_of_kind
 from oracle import BOTH, Checkpoint, CountOperators, assert_equal, leaf, mlp, ours, plain, theirs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 

@@ -1,4 +1,4 @@
-"""500 reruns of each kind give every reference back: references.py tells how."""
+"""500 reruns of each kind give every reference back: internals/references.py tells how."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from internals.references import SavesBoth, assert_references_flat, sines
 from offload_oracle import TwoTensor
 from oracle import Log, leaf, ours
-from references import SavesBoth, assert_references_flat, sines
 
 import actckpt
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from offload_oracle import flush, store_of_kind
+from internals.stores import flush, store_of_kind
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
 from torch import Tensor
 

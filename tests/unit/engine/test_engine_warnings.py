@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import sim
 import torch
-from offload_oracle import using
+from internals.stores import using
 
 import actckpt
 from actckpt import _C, config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from offload_oracle import store_of_kind
+from internals.stores import store_of_kind
 from torch import Tensor, nn
 
 import actckpt

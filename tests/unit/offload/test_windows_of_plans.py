@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from internals.stores import offload_from
 from torch import nn
 
 import actckpt
-from actckpt import _checkpointed_call
-from actckpt._offload import session, stores
+from actckpt._offload import stores
 
 
 def test_windows_of_a_plan_end_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (session, _checkpointed_call):
-        monkeypatch.setattr(module, "DEFAULT_MIN_BYTES", 4 << 10)
+    offload_from(monkeypatch, 4 << 10)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
     x = torch.randn(256, 64)
     actckpt.apply(model, activation_budget="60%", pins={"0::aten.addmm.default#0.0": "offload"})

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import random_programs
 import torch
-from offload_oracle import flush, store_of_kind
+from internals.stores import flush, store_of_kind
 from oracle import assert_equal, leaf
 from random_graphs import RandomGraph, chain, count, num_replayed
 from torch import Tensor

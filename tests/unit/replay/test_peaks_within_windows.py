@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from internals.references import assert_references_flat
 from peaks import sum_of_small_gradients
-from references import assert_references_flat
 
 import actckpt
 

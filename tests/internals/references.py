@@ -20,9 +20,10 @@ from typing import Any
 
 import on_device
 import torch
-from offload_oracle import TwoTensor, flush
+from offload_oracle import TwoTensor
 
 from actckpt import _bind
+from internals.stores import flush
 
 STEPS = 500
 #: On the simulated device, whose operators take several times as long, this part of them.

@@ -1,0 +1,1 @@
+"""All that contract tests need of private parts of actckpt: a rebuild changes these files, and no contract test."""
