@@ -24,7 +24,7 @@ def _setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 def test_the_extension_holds_no_test_code() -> None:
     content = Path(_C.__file__).read_bytes()
-    assert not [name for name in (b"MockCuda", b"FaultyFileIo", b"run_on_sim") if name in content]
+    assert not [name for name in (b"MockCuda", b"FaultyFileIo", b"run_on_mock_cuda") if name in content]
 
 
 def test_the_source_distribution_holds_what_the_build_reads_and_no_tests(tmp_path: Path) -> None:

@@ -42,7 +42,6 @@ FaultyFileIo = _sim.FaultyFileIo
 driver_without: Callable[[str, str], object] = _sim.driver_without
 missing_in_driver: Callable[[str], str] = _sim.missing_in_driver
 rules: Callable[[], list[str]] = _sim.rules
-run_on_sim: Callable[..., Any] = _sim.run_on_sim
 run_on_mock_cuda: Callable[..., Any] = _sim.run_on_mock_cuda
 
 

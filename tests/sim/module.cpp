@@ -17,7 +17,6 @@ namespace actckpt::sim {
 namespace {
 
 namespace py = pybind11;
-using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // One device of the mock driver with two streams. Nothing runs before `drain`.
 class MockCuda : public std::enable_shared_from_this<MockCuda> {
@@ -120,7 +119,6 @@ void bind_runs(py::module_& module) {
     }
     return names;
   });
-  module.def("run_on_sim", &run_on_sim, py::arg("seed"), py::arg("without") = "", NoGil());
   // Keeps the GIL: the mock driver serves one run at a time.
   module.def("run_on_mock_cuda", &run_on_mock_cuda, py::arg("seed"), py::arg("without") = "", py::arg("fail_at") = 0,
              py::arg("code") = 700);

@@ -7,7 +7,6 @@
 
 #include "engine/cuda/cuda_backend.h"
 #include "sim/mock_driver.h"
-#include "sim/sim_backend.h"
 #include "sim/sim_tier.h"
 
 namespace actckpt::sim {
@@ -66,19 +65,6 @@ PoolConfig random_pool(World* world) {
   config.limit_bytes = (world->chance(0.5) ? world->below(8) : 4 + world->below(60)) * kCellBytes;
   config.slab_bytes = 4 * kCellBytes;
   return config;
-}
-
-Report run_on_sim(std::uint64_t seed, const std::string& without) {
-  World world(seed);
-  Machine machine = Machine::make(&world);
-  const DeviceConfig config = random_config(&world, without);
-  const auto pool = std::make_shared<Pool>(random_pool(&world));
-  const auto tier = random_tier(&world);
-  auto backend = std::make_shared<SimBackend>(&world, machine.default_queues);
-  auto engine = std::make_shared<DeviceEngine>(std::move(backend), pool, config, Below{tier, nullptr, nullptr},
-                                               [&world](auto&) { world.step(); });
-  Program program(std::move(machine), std::move(engine));
-  return program.run(*pool, *tier);
 }
 
 Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code) {

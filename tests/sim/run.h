@@ -1,4 +1,4 @@
-// Runs one random program on one backend and judges it.
+// Runs one random program through the CUDA backend and a mock driver, and judges it.
 //
 // Contract: everything follows from the seed but the addresses of host memory. `without` names a
 // rule of the protocol to leave out, "" none. Throws std::invalid_argument for unknown names.
@@ -13,10 +13,7 @@
 
 namespace actckpt::sim {
 
-// Straight to the simulated queues.
-Report run_on_sim(std::uint64_t seed, const std::string& without);
-
-// Through the CUDA backend and a mock driver. `num_faults` counts what the mock objects to.
+// `num_faults` counts what the mock objects to.
 // `fail_at`: the driver call that fails with `code`, as do all later ones; 0 for none.
 Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uint64_t fail_at, int code);
 
