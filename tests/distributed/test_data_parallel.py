@@ -137,3 +137,23 @@ def _check_checkpoint_fn(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_checkpoint_is_a_checkpoint_fn_of_torchs_wrappers(kind: str, ranks: Ranks) -> None:
     ranks.run(_check_checkpoint_fn, kind)
+
+
+def _check_a_region_around_units() -> None:
+    def around(model: nn.Module) -> None:
+        own = model.forward
+
+        def forward(x: Tensor) -> Tensor:
+            with actckpt.region():
+                result: Tensor = own(x)
+            return result
+
+        model.forward = forward  # type: ignore[method-assign]
+
+    message = r"(?s)of shape .* has 0 bytes now.*FSDP2 frees.*inside each unit"
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match=message):
+        train(_fsdp2, around, 1)
+
+
+def test_a_region_around_several_units_of_fsdp2_says_what_to_do(ranks: Ranks) -> None:
+    ranks.run(_check_a_region_around_units)

@@ -142,6 +142,15 @@ def test_rule_8_a_storage_from_outside_that_was_freed_raises_a_clear_error() -> 
     assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad((weight.sin() @ x).sin().sum(), x))
 
 
+def test_rule_8_the_error_tells_an_input_from_a_parameter() -> None:
+    x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    with actckpt.region():
+        loss = ((x * 2) * y).sum()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="Backward needs an input of shape"):
+        loss.backward()
+
+
 def test_two_graphs_alive_and_backward_in_any_order() -> None:
     x = leaf(4, 4)
     expected = []
