@@ -57,34 +57,6 @@ def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) 
     assert rig.file.stats().disk_bytes == 0
 
 
-def test_2000_steps_leave_threads_descriptors_file_and_live_tickets_flat(rig: Rig, make_bytes: Make) -> None:
-    arrays = [make_bytes(20_000 + 1000 * i) for i in range(4)]
-
-    def step() -> None:
-        tickets = [rig.put(a) for a in arrays]
-        for ticket in reversed(tickets):
-            load(ticket)
-
-    def state() -> tuple[int, int, int, int]:
-        stats = rig.engine.stats()
-        return (
-            len(os.listdir("/proc/self/task")),
-            len(os.listdir("/proc/self/fd")),
-            stats.num_live,
-            stats.stored_bytes,
-        )
-
-    step()
-    rig.engine.flush()
-    before = state()
-    for _ in range(2000):
-        step()
-    rig.engine.flush()
-    rig.engine.poll()
-    assert state() == before
-    assert rig.file.stats().file_bytes <= sum(-(-a.nbytes // 4096) * 4096 for a in arrays) * 2
-
-
 def test_a_forked_child_gets_errors_and_exits_cleanly(rig: Rig, make_bytes: Make, folder: str) -> None:
     ticket = rig.put(make_bytes(MIB))
     rig.engine.flush()
