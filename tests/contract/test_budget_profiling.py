@@ -206,25 +206,31 @@ class State:
 
 
 class ModelOfObjects(nn.Module):
-    """Blocks take and give a dataclass, and leave losses in an object."""
+    """Blocks take and give a dataclass, and leave losses in an object, results in a list and counts in a dict."""
 
     class Block(Block):
-        def forward(self, *, state: State, notes: types.SimpleNamespace) -> State:  # type: ignore[override]
+        def forward(
+            self, seen: list[Tensor], counts: dict[str, int], *, state: State, notes: types.SimpleNamespace
+        ) -> State:
             y = super().forward(state.x) * (1 + state.num / 10)
             notes.losses = [*notes.losses, y.square().mean()]
-            return State(y, state.num + 1)
+            seen.append(y)
+            counts["calls"] = counts.get("calls", 0) + 1
+            return State(y * len(seen), state.num + 1)
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(32, 32)
         self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+        self.counts: dict[str, int] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         notes, state = types.SimpleNamespace(losses=[]), State(self.stem(x), 0)
+        seen: list[Tensor] = []
         for block in self.blocks:
-            state = block(state=state, notes=notes)
-        assert len(notes.losses) == 4
-        return state.x.square().mean() + sum(notes.losses)
+            state = block(seen, self.counts, state=state, notes=notes)
+        assert len(notes.losses) == len(seen) == 4 and self.counts["calls"] % 4 == 0
+        return state.x.square().mean() + sum(notes.losses) + seen[0].mean()
 
 
 _KINDS = (
