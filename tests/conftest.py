@@ -2,6 +2,7 @@
 
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,13 @@ def _one_thread_fixed_seeds_and_settings(_no_state_is_left: None) -> Iterator[No
     yield
     torch.set_num_threads(threads)
     actckpt.configure(**settings)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let torch.compile forget what it made before the test and in it; its own code warns while it compiles."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+    torch._dynamo.reset()

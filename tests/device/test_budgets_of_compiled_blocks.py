@@ -6,7 +6,7 @@ import copy
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ import actckpt
 from actckpt._core import torch_private
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(
         not torch_private.runs_compiled_below_modes,
         reason="torch before 2.10 runs functions uncompiled below any dispatch mode",
@@ -94,13 +95,6 @@ class _Training:
         start_peak()
         self.gradients()
         return torch.accelerator.max_memory_allocated()
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("way", _WAYS)

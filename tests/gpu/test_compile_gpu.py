@@ -6,7 +6,7 @@ place of float32 (relative to the largest of a gradient), and bit for bit nowher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 import actckpt
 from actckpt.policies import PerOp
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the compiler, about itself
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("default"),  # of the compiler, about itself
+]
 
 _TOLERANCE = 1e-5
 _POLICIES: dict[str, Any] = {
@@ -27,13 +30,6 @@ _POLICIES: dict[str, Any] = {
     "matmuls": "matmuls",
     "per operator": PerOp(dict.fromkeys(SAVED, "keep"), default="recompute"),
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class _Block(nn.Module):

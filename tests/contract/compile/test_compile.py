@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 import actckpt
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it compiles
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def _compiled(function: Any) -> Any:

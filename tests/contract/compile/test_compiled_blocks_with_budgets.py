@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import actckpt
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.skipif(
         torch.__version__ < (2, 10), reason="torch before 2.10 runs functions uncompiled below any dispatch mode"
     ),
@@ -67,13 +68,6 @@ class _Training:
     @property
     def num_eager(self) -> int:
         return sum(block.num_eager for block in self.blocks)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(params=_WAYS)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from oracle import leaf, mlp
 
 import actckpt
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it compiles
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 _cached = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
