@@ -58,36 +58,6 @@ def test_a_whole_model_in_one_region_with_copies_that_have_ended(method: str) ->
     assert_as_plain(program, OURS[method])
 
 
-@_few
-def test_retained_graphs_and_partial_backwards(method: str) -> None:
-    model = stack()
-
-    def program(call: Method) -> Any:
-        x = leaf(4, 256, 128)
-        h = call(model[0], x * 1.5)
-        y, z = call(model[1], h), call(model[2], h)
-        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
-        second = torch.autograd.grad(z.sum(), [x, h], retain_graph=True)
-        return first, second, _backward((y * z).sum(), model, x)
-
-    assert_as_plain(program, OURS[method])
-
-
-@_few
-def test_double_backward(method: str) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3))).to(DEVICE)
-
-    def program(call: Method) -> Any:
-        x = leaf(4096, 64)
-        h = x * 1.5
-        for block in model:
-            h = call(block, h)
-        (first,) = torch.autograd.grad(h.square().sum(), x, create_graph=True)
-        return first.detach(), _backward(first.square().sum(), model, x)
-
-    assert_as_plain(program, OURS[method])
-
-
 @_each
 def test_forward_never_waits_for_the_device(method: str) -> None:
     """Nor does backward where nothing is moved."""
