@@ -49,8 +49,7 @@ def test_the_race_runs_in_real_steps_and_its_winner_stays() -> None:
         pytest.skip("what this plan does takes no time on this device, or is hidden, and then nothing races")
     assert {"plan", "recompute"} <= set(rows), final
     times = {name: row.seconds for name, row in rows.items() if row.seconds is not None}
-    # A candidate that has left took fewer turns: the machine may have been faster then.
-    assert times[final.chosen] <= 1.5 * min(times.values())
+    assert final.chosen in times  # unit/cycles/test_trials.py says which one
     assert rows["plan"].ratio == 1.0
     raced = [plan for plan, num in zip(plans, left, strict=True) if num and not plan.race]
     assert all(plan is raced[0] for plan in raced), "a candidate was shown"
