@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -17,17 +17,30 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import actckpt
 from actckpt._budget import timing
+from actckpt._core import devices
 
 
 class SlowAtTheEnd(Block):
-    """Computes for long after the last tensor that it saves."""
+    """Takes a second, and 20 more after the last tensor that it saves."""
+
+    clock: ClassVar[SimpleNamespace]
 
     def forward(self, x: Tensor) -> Tensor:
+        self.clock.seconds += 1
         result = super().forward(x)
-        time.sleep(0.02)
+        self.clock.seconds += 20
         return result + 1
 
 
+@pytest.fixture
+def _clock_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(SlowAtTheEnd, "clock", clock, raising=False)
+    for name in ("moment", "host_seconds"):
+        monkeypatch.setattr(devices, name, lambda device: clock.seconds)
+
+
+@pytest.mark.usefixtures("_clock_of_blocks")
 @pytest.mark.parametrize("is_applied", [False, True])
 def test_reruns_take_what_forward_takes_until_its_last_saved_tensor(is_applied: bool) -> None:
     model = Model(SlowAtTheEnd)
@@ -43,8 +56,7 @@ def test_reruns_take_what_forward_takes_until_its_last_saved_tensor(is_applied: 
     assert plan is not None
     classes = {id(block): block for block in plan.costs.blocks if block.rerun}
     assert classes
-    for block in classes.values():
-        assert block.forward_s > 0.02 > 2 * block.rerun_seconds > 0.0
+    assert all((block.forward_s, block.rerun_seconds) == (21, 1) for block in classes.values())
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -108,6 +120,7 @@ def test_blocks_whose_reruns_raise_are_trained_where_nothing_needs_one(kind: typ
     assert plan is not None and not any(block.rerun for block in plan.costs.blocks)
 
 
+@pytest.mark.usefixtures("_clock_of_blocks")
 @pytest.mark.parametrize("stops_early", [True, False])
 def test_reruns_that_go_to_the_end_take_what_a_whole_forward_does(stops_early: bool) -> None:
     model = Model(SlowAtTheEnd)
@@ -118,7 +131,7 @@ def test_reruns_that_go_to_the_end_take_what_a_whole_forward_does(stops_early: b
     plan = actckpt.report(model).plan
     assert plan is not None
     blocks = [block for block in plan.costs.blocks if block.rerun]
-    assert blocks and all((block.rerun_seconds > 0.02) is not stops_early for block in blocks)
+    assert blocks and all(block.rerun_seconds == (1 if stops_early else 21) for block in blocks)
 
 
 class _Seen(TorchDispatchMode):
