@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import pickle
 import threading
 from collections.abc import Iterator
 
@@ -271,30 +269,6 @@ def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(bud
         training.step()
     assert actckpt.remove(training.model)
     training.step()
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_copies_have_steps_of_their_own_and_remove_gives_the_model_back(num_steps: int) -> None:
-    """Copies are made within a step: in the first one, in the one after it, and in a race."""
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
-    list(_steps(training, num_steps))
-    output = training.model(training.tokens)
-    copies = [copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))]
-    del output
-    for copied in copies:
-        other = Training()
-        other.model = copied
-        for gradients, _ in _steps(other, 3):
-            assert_equal(gradients, expected)
-        assert actckpt.report(copied).plan is not None
-    actckpt.remove(training.model)
-    assert not training.model._forward_hooks and not training.model._forward_pre_hooks
-    assert not any("forward" in vars(module) for module in training.model.modules())
-    for gradients, _ in _steps(training, 1):
-        assert_equal(gradients, expected)
 
 
 def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
