@@ -198,7 +198,12 @@ class KeepsItself(torch.nn.Module):
         return self.k.sin()
 
 
-def _closure_cell(x: torch.Tensor, method: Any) -> Any:
+def _replaced(x: torch.Tensor, items: list[Any]) -> torch.Tensor:
+    items[0] = x.exp()
+    return items[0].sin()
+
+
+def _rebinding() -> Callable[[torch.Tensor], torch.Tensor]:
     k: Any = None
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -206,7 +211,7 @@ def _closure_cell(x: torch.Tensor, method: Any) -> Any:
         k = x.exp()
         return k.sin()
 
-    return method(region, x), region
+    return region
 
 
 def _nested(x: torch.Tensor, method: Any) -> Any:
@@ -228,18 +233,23 @@ def _with(make: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., An
     return step
 
 
+#: What makes a keeper, and a region that puts what it makes in the place of what the one before left there.
+REPLACERS: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor, Any, Any], Any]]] = {
+    "attribute of an argument": (Cell, lambda x, ck, c: ck(_attribute, x, c)),
+    "keyword": (Cell, lambda x, ck, c: ck(_attribute, x, c=c)),
+    "item of a list": (lambda: [None], lambda x, ck, items: ck(_replaced, x, items)),
+    "dict": (dict, lambda x, ck, items: ck(_by_name, x, items)),
+    "closure": (Cell, lambda x, ck, c: ck(lambda x: _attribute(x, c), x)),
+    "closure variable": (_rebinding, lambda x, ck, region: ck(region, x)),
+    "partial": (Cell, lambda x, ck, c: ck(partial(_attribute, c=c), x)),
+    "module": (KeepsItself, lambda x, ck, module: ck(module, x)),
+}
 #: Regions that keep a tensor which they make: what the forward made of it leads to the region itself.
 KEEPERS: dict[str, Callable[[torch.Tensor, Any], Any]] = {
-    "attribute of an argument": _with(Cell, lambda x, ck, c: ck(_attribute, x, c)),
-    "keyword": _with(Cell, lambda x, ck, c: ck(_attribute, x, c=c)),
+    **{name: _with(make, call) for name, (make, call) in REPLACERS.items()},
     "list": _with(list, lambda x, ck, items: ck(_appended, x, items)),
-    "dict": _with(dict, lambda x, ck, items: ck(_by_name, x, items)),
     "object in a list": _with(lambda: [Cell()], lambda x, ck, cs: ck(lambda x, cs: _attribute(x, cs[0]), x, cs)),
-    "closure": _with(Cell, lambda x, ck, c: ck(lambda x: _attribute(x, c), x)),
-    "closure variable": _closure_cell,
     "default": _with(Cell, lambda x, ck, c: ck(lambda x, c=c: _attribute(x, c), x)),
-    "partial": _with(Cell, lambda x, ck, c: ck(partial(_attribute, c=c), x)),
-    "module": _with(KeepsItself, lambda x, ck, module: ck(module, x)),
     "module in a closure": _with(KeepsItself, lambda x, ck, module: ck(lambda x: module(x), x)),
     "nested": _nested,
     "inside hooks": _hooked,
@@ -296,35 +306,6 @@ def test_what_such_a_region_offloads_goes_with_it() -> None:
     assert actckpt.stats().store_bytes == before
 
 
-def _replaced(x: torch.Tensor, items: list[Any]) -> torch.Tensor:
-    items[0] = x.exp()
-    return items[0].sin()
-
-
-def _rebinding() -> Callable[[torch.Tensor], torch.Tensor]:
-    k: Any = None
-
-    def region(x: torch.Tensor) -> torch.Tensor:
-        nonlocal k
-        k = x.exp()
-        return k.sin()
-
-    return region
-
-
-#: What makes a keeper, and a region that puts what it makes in the place of what the one before left there.
-REPLACERS: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor, Any], Any]]] = {
-    "attribute of an argument": (Cell, lambda x, c: ours(_attribute, x, c)),
-    "keyword": (Cell, lambda x, c: ours(_attribute, x, c=c)),
-    "list": (lambda: [None], lambda x, items: ours(_replaced, x, items)),
-    "dict": (dict, lambda x, items: ours(_by_name, x, items)),
-    "closure": (Cell, lambda x, c: ours(lambda x: _attribute(x, c), x)),
-    "partial": (Cell, lambda x, c: ours(partial(_attribute, c=c), x)),
-    "module": (KeepsItself, lambda x, module: ours(module, x)),
-    "closure variable": (_rebinding, lambda x, region: ours(region, x)),
-}
-
-
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("keeper", REPLACERS)
 def test_forwards_without_a_backward_that_replace_what_the_one_before_left_hold_one_of_them(keeper: str) -> None:
@@ -334,7 +315,7 @@ def test_forwards_without_a_backward_that_replace_what_the_one_before_left_hold_
     for _ in range(5):
         x = leaf(3) * 1.0
         storages.append(weakref.ref(x.untyped_storage()))
-        call(x, kept)
+        call(x, ours, kept)
     del x
     gc.collect()
     assert sum(storage() is not None for storage in storages) <= 2
