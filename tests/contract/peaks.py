@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import on_device
 import torch
 from torch import Tensor
 
+import actckpt
 from actckpt.memory import LiveStorages
 
-__all__ = ["Peak", "counted", "sum_of_small_gradients"]
+__all__ = ["Peak", "counted", "smallest_budget", "sum_of_small_gradients"]
 
 
 class Peak:
@@ -37,6 +38,16 @@ def counted(model: torch.nn.Module, *, total: bool, held: Iterable[Tensor] = ())
     with LiveStorages(parameters=() if total else model.parameters()) as live:
         yield found
     found.peak_bytes = live.peak_bytes + (sum(tensor.nbytes for tensor in held) if total else 0)
+
+
+def smallest_budget(train: Callable[[], object]) -> int:
+    """Return the smallest budget, as the error for one that is too small tells it. Holds no tensor by a traceback."""
+    try:
+        train()
+    except actckpt.errors.PlanInfeasibleError as error:
+        assert error.smallest_bytes is not None
+        return int(error.smallest_bytes)
+    raise AssertionError("the budget was enough")
 
 
 def sum_of_small_gradients(weights: list[Tensor], x: Tensor) -> Tensor:

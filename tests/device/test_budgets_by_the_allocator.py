@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from demo_training import Training, start_peak
 from oracle import assert_equal
+from peaks import smallest_budget
 
 import actckpt
 
@@ -28,16 +29,6 @@ def plainly() -> tuple[list[torch.Tensor], int]:
 def _budgets(smallest: float, plain: float) -> Iterator[int]:
     for number in range(_NUM_BUDGETS):
         yield int(smallest + number / (_NUM_BUDGETS - 1) * (plain - smallest)) + 1
-
-
-def _smallest(use: Callable[[Training, int], object]) -> float:
-    """Return the smallest budget, as the error for one that is too small tells it. Holds no tensor by a traceback."""
-    try:
-        use(_training(), 3 << 20)
-    except actckpt.errors.PlanInfeasibleError as error:
-        assert error.smallest_bytes is not None
-        return error.smallest_bytes
-    raise AssertionError("3 MiB were enough")
 
 
 def _train(training: Training, budget: int) -> None:
@@ -66,7 +57,7 @@ _every = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.
 @_every
 def test_in_training(every: int, plainly: tuple[list[torch.Tensor], int]) -> None:
     expected, plain = plainly
-    budgets = list(_budgets(_smallest(_train), 1.03 * plain))[::every]
+    budgets = list(_budgets(smallest_budget(lambda: _train(_training(), 3 << 20)), 1.03 * plain))[::every]
     peaks = [_peak_in_training(budget, expected) for budget in budgets]
     assert peaks == sorted(peaks) and peaks[-1] == plain and peaks[0] < 0.5 * plain
 
@@ -86,6 +77,6 @@ def _peak_of_a_plan(budget: int, expected: list[torch.Tensor]) -> int:
 @_every
 def test_with_a_step_to_try(every: int, plainly: tuple[list[torch.Tensor], int]) -> None:
     expected, plain = plainly
-    budgets = list(_budgets(_smallest(_plan), 1.03 * plain))[::every]
+    budgets = list(_budgets(smallest_budget(lambda: _plan(_training(), 3 << 20)), 1.03 * plain))[::every]
     peaks = [_peak_of_a_plan(budget, expected) for budget in budgets]
     assert peaks == sorted(peaks) and peaks[-1] == plain and peaks[0] < 0.5 * plain

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 from demo_training import Training, start_peak
 from oracle import assert_equal
+from peaks import smallest_budget
 from test_smallest_budgets import ConvBlock, UNet
 from torch import Tensor, nn
 
@@ -75,21 +75,12 @@ def _unet_peaks(budget: int | None, num_steps: int, dtype: torch.dtype) -> tuple
     return peaks, model, [p.grad.cpu() for p in model.parameters() if p.grad is not None]
 
 
-def _smallest(run: Callable[[int], object]) -> int:
-    try:
-        run(1 << 20)
-    except actckpt.errors.PlanInfeasibleError as error:
-        assert error.smallest_bytes is not None
-        return int(error.smallest_bytes)
-    raise AssertionError("1 MiB was enough")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("more", [0.0, 0.3, 0.7])
 def test_workspaces_of_kernels_and_skips_are_planned_for(dtype: torch.dtype, more: float) -> None:
     (plain,), model, expected = _unet_peaks(None, 1, dtype)
     del model  # which would count toward the budget
-    smallest = _smallest(lambda budget: _unet_peaks(budget, 2, dtype))
+    smallest = smallest_budget(lambda: _unet_peaks(1 << 20, 2, dtype))
     budget = int(smallest + more * (plain - smallest))
     peaks, _, gradients = _unet_peaks(budget, 6, dtype)
     assert_equal(gradients, expected)

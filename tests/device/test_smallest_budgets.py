@@ -8,6 +8,7 @@ import pytest
 import torch
 from demo_training import start_peak
 from internals.stores import offload_from
+from peaks import smallest_budget
 from torch import Tensor, nn
 
 import actckpt
@@ -105,18 +106,11 @@ class _Training:
         return torch.accelerator.max_memory_allocated()
 
     def smallest(self) -> int:
-        """Return the smallest budget, as the error for one that is too small tells it."""
         actckpt.apply(self.model, budget=1 << 20, blocks=self.blocks, on_infeasible="raise")
-        try:
-            for _ in range(2):
-                self.peak()
-        except actckpt.errors.PlanInfeasibleError as error:
-            assert error.smallest_bytes is not None
-            return int(error.smallest_bytes)
-        finally:
-            actckpt.remove(self.model)
-            self.model.zero_grad()
-        raise AssertionError("1 MiB was enough")
+        found = smallest_budget(lambda: [self.peak() for _ in range(2)])
+        actckpt.remove(self.model)
+        self.model.zero_grad()
+        return found
 
 
 _MODELS: dict[str, Callable[[], _Training]] = {

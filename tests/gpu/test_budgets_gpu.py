@@ -15,6 +15,7 @@ import pytest
 import torch
 from gpu_programs import DEVICE, Block, peak_bytes, repeated, stack
 from oracle import assert_equal
+from peaks import smallest_budget
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -83,15 +84,8 @@ def _repeatable() -> None:
 
 @functools.cache
 def _smallest() -> int:
-    """Return the smallest budget, as the error for one that is too small tells it."""
     training = _Training(lambda model: actckpt.apply(model, budget=8 * _MIB, on_infeasible="raise"))
-    try:
-        for _ in range(3):
-            training.step()
-    except actckpt.errors.PlanInfeasibleError as error:
-        assert error.smallest_bytes is not None
-        return int(error.smallest_bytes)
-    raise AssertionError("8 MiB were enough")
+    return smallest_budget(lambda: [training.step() for _ in range(3)])
 
 
 def _check(training: _Training, budget: int, expected: list[list[Tensor]]) -> tuple[int, actckpt.Plan]:
