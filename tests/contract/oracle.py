@@ -197,6 +197,20 @@ class SavingSquare(torch.autograd.Function):
         return x * x
 
 
+class FailsInBackward(torch.autograd.Function):
+    """A copy of its argument, whose backward raises an `ArithmeticError`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        """Copy."""
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Fail."""
+        raise ArithmeticError("in backward")
+
+
 def leaf(*shape: int, **options: Any) -> torch.Tensor:
     """Return a random tensor that requires grad."""
     return torch.randn(*shape, requires_grad=True, **options)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import no_collector
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -295,18 +296,13 @@ def test_neither_storages_nor_the_counter_are_kept_alive() -> None:
 
 
 def test_memory_in_a_reference_cycle_counts_until_it_is_collected() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        with LiveStorages() as live:
-            cycle = [torch.ones(10)]
-            cycle.append(cycle)  # type: ignore[arg-type]
-            del cycle
-            assert live.live_bytes == 10 * FLOAT_BYTES
-            gc.collect()
-            assert live.live_bytes == 0
-    finally:
-        gc.enable()
+    with no_collector(), LiveStorages() as live:
+        cycle = [torch.ones(10)]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle
+        assert live.live_bytes == 10 * FLOAT_BYTES
+        gc.collect()
+        assert live.live_bytes == 0
 
 
 def test_many_steps_leave_nothing_behind(x: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from internals.stores import (
     using,
 )
 from offload_oracle import free_and_fill, free_memory
-from oracle import leaf
+from oracle import FailsInBackward, leaf
 
 import actckpt
 from actckpt.errors import SavedTensorChangedError
@@ -208,16 +208,6 @@ def test_memory_freed_while_backward_holds_it_gives_what_was_saved(tmp_path: Pat
         assert h.untyped_storage().nbytes() == 0
 
 
-class _Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ArithmeticError
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_workers: int) -> None:
     """While the graph, which is retained, lives on. The last tensor saved is the only one that is read."""
@@ -227,7 +217,7 @@ def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_worke
         h = x * 1
         with actckpt.offload(min_bytes=0):
             for n in range(8):
-                h = _Fails.apply(h.sin()) if n == 6 else h.sin()
+                h = FailsInBackward.apply(h.sin()) if n == 6 else h.sin()
         store.inner.flush()
         y = h.sum()
         with pytest.raises(ArithmeticError):
@@ -248,7 +238,7 @@ def test_a_failed_backward_keeps_nothing_once_its_graph_is_gone(tmp_path: Path) 
         for _ in range(3):
             x = leaf(1024)
             with actckpt.offload(min_bytes=0):
-                y = _Fails.apply((x * 1.5).sin().exp()).cos().sum()
+                y = FailsInBackward.apply((x * 1.5).sin().exp()).cos().sum()
             flush()
             with pytest.raises(ArithmeticError):
                 y.backward()

@@ -215,9 +215,7 @@ def test_an_exception_in_forward_leaves_the_thread_as_it_was() -> None:
 def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -> None:
     with actckpt.region(policy):
         leaf(4).sin().exp().sum().backward()  # the first policy of a process imports modules, whose frames are cycles
-    gc.collect()
-    gc.disable()
-    try:
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         given = torch.randn(4)
         with actckpt.region(policy) as region:
@@ -233,8 +231,6 @@ def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -
                     y.backward()
         del middle, given, y, x, region
         assert ends == "failed" or soon(lambda: all(reference() is None for reference in references))
-    finally:
-        gc.enable()
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
 

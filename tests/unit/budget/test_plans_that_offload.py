@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
 import pytest
+from oracle import no_collector
 
 from actckpt import Action
 from actckpt._budget.offloading import solved, with_windows
@@ -79,12 +79,9 @@ def test_the_error_says_the_smaller_budget_and_holds_no_frame() -> None:
             return error.smallest_bytes, weakref.ref(held)
         raise AssertionError("10 bytes were enough")
 
-    gc.disable()
-    try:
+    with no_collector():
         smallest, held = ask()
         assert held() is None
-    finally:
-        gc.enable()
     assert smallest is not None
     solved(_costs(50.0), smallest, None)
     with pytest.raises(PlanInfeasibleError):
@@ -106,8 +103,5 @@ def test_a_plan_that_fits_only_with_the_link_holds_no_frame() -> None:
         solved(_costs(50.0, values=stays), 600.0, None)
         return weakref.ref(held)
 
-    gc.disable()
-    try:
+    with no_collector():
         assert ask()() is None
-    finally:
-        gc.enable()
