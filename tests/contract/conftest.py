@@ -109,11 +109,9 @@ def small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def small_tensors_on_disk(tmp_path: Path, small_tensors: None) -> Iterator[None]:
+def small_tensors_on_disk(tmp_path: Path, small_tensors: None) -> None:
     """Let them be offloaded to a folder of the test."""
     actckpt.configure(spill_dir=tmp_path)
-    yield
-    actckpt.configure(spill_dir=None)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
-from actckpt import config
 from actckpt.action import Action, SavedTensorInfo
 
 pytestmark = pytest.mark.skipif(
@@ -29,10 +28,8 @@ PLACE = f"Reduced::{NAME}.default#0.0"
 @pytest.fixture(autouse=True)
 def _group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    observers = config.settings().observers
-    actckpt.configure(observers=[*observers, Seen])
+    actckpt.configure(observers=[*actckpt.configure().observers, Seen])
     yield
-    actckpt.configure(observers=observers)
     dist.destroy_process_group()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from internals.stores import offload_from
 from oracle import assert_equal
 
 import actckpt
-from actckpt import _C, Action, config
+from actckpt import _C, Action
 from actckpt._budget import bandwidth
 from actckpt._budget.offloading import with_windows
 from actckpt._core import devices
@@ -27,13 +26,10 @@ _SHARES = (0.3, 0.5, 0.7)
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans offload tensors of the toy model, and set windows by themselves."""
     offload_from(monkeypatch, 16 << 10)
-    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "host_limit")}
     actckpt.configure(max_inflight="auto")
-    yield
-    actckpt.configure(**before)
 
 
 def _seconds(training: Training) -> float:

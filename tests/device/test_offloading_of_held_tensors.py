@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt import config
 from actckpt._core import devices
 
 _SHARES = (0.55, 0.65, 0.8)
@@ -22,13 +20,10 @@ _STEPS = 24
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans offload small tensors, and set windows by themselves; no audit adds to peaks."""
     offload_from(monkeypatch, 16 << 10)
-    before = {name: getattr(config.settings(), name) for name in ("max_inflight", "audit")}
     actckpt.configure(max_inflight="auto", audit="off")
-    yield
-    actckpt.configure(**before)
 
 
 @pytest.fixture(autouse=True)

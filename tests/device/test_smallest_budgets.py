@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,17 +12,13 @@ from peaks import smallest_budget
 from torch import Tensor, nn
 
 import actckpt
-from actckpt import config
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let plans offload tensors of toy models, and set windows by themselves."""
     offload_from(monkeypatch, 16 << 10)
-    before = config.settings().max_inflight
     actckpt.configure(max_inflight="auto")
-    yield
-    actckpt.configure(max_inflight=before)
 
 
 class _Block(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,10 @@ from gpu_oracle import only, settle
 from offload_oracle import deep
 
 import actckpt
-from actckpt import _C, config
+from actckpt import _C
 from actckpt._offload import notices, stores
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = config.settings()
-    yield
-    actckpt.configure(
-        host_limit=before.host_limit,
-        disk_limit=before.disk_limit,
-        spill_dir=before.spill_dir,
-    )
 
 
 def _gradient(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +34,7 @@ def _tensor(found: _C.Bytes) -> torch.Tensor:
 
 
 def test_pinned_then_disk_then_the_device(
-    tmp_path: Path, restored: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "_warned", set())
     actckpt.configure(host_limit=128 * MIB, spill_dir=tmp_path, disk_limit=48 * MIB)
@@ -119,7 +107,6 @@ def test_prefer_never_waits_for_a_bounce_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host_limit", [0, 64 << 10, 3 * MIB])
 def test_little_or_no_pinned_memory_gives_the_right_gradients(
-    restored: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

@@ -12,7 +12,6 @@ from training import STEPS, assert_equal, held_and_peak, train
 from transformers_models import batch, make
 
 import actckpt
-from actckpt import config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -83,11 +82,9 @@ def test_matmuls_runs_no_product_with_4_bits_again(policy: str, folder: Path) ->
     model = _model(folder, OPTIONS["4 bits"])
     actckpt.apply(model, policy)
     loss = model(**batch("llama")).loss
-    observers = config.settings().observers
-    actckpt.configure(observers=[*observers, _Products])
+    actckpt.configure(observers=[*actckpt.configure().observers, _Products])
     with _Products() as products:
         loss.backward()
-    actckpt.configure(observers=observers)
     assert (products.number > 0) is (policy == "recompute")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from actckpt import config
 from actckpt._text import operator_names
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _settings_stay() -> Iterator[None]:
-    before = config.settings()
-    yield
-    actckpt.configure(**vars(before))
 
 
 WRONG = [

@@ -14,12 +14,6 @@ from actckpt.cli import main
 from actckpt.doctor import examine
 
 
-@pytest.fixture
-def spill_dir(tmp_path: Path) -> Path:
-    yield tmp_path
-    actckpt.configure(spill_dir=None)
-
-
 def test_every_finding_is_one_line_and_names_its_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--no-measure"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -28,11 +22,11 @@ def test_every_finding_is_one_line_and_names_its_topic(capsys: pytest.CaptureFix
     assert all(topics)
 
 
-def test_disk_bandwidth_is_measured(spill_dir: Path) -> None:
-    actckpt.configure(spill_dir=spill_dir)
+def test_disk_bandwidth_is_measured(tmp_path: Path) -> None:
+    actckpt.configure(spill_dir=tmp_path)
     findings = dict(examine())
     assert "GB/s" in findings["disk"]
-    assert str(spill_dir) in findings["spill folder"]
+    assert str(tmp_path) in findings["spill folder"]
 
 
 def test_without_a_gpu_it_says_why_gpu_tensors_stay() -> None:

@@ -21,7 +21,6 @@ from offload_oracle import deep
 from oracle import assert_equal, gradients, leaf, mlp
 
 import actckpt
-from actckpt import config
 from actckpt.errors import OffloadError, OffloadReadError
 
 SIZE = 64  # 64 * 64 float32: 16 KiB per tensor
@@ -144,14 +143,12 @@ def test_sources_that_are_still_being_written_are_used_as_they_are(tmp_path: Pat
 def test_a_folder_that_vanishes_later_is_an_engine_error_at_the_first_tensor(tmp_path: Path) -> None:
     folder = tmp_path / "spill"
     folder.mkdir()
-    before = config.settings().spill_dir
-    try:
-        actckpt.configure(spill_dir=folder)
-        folder.rmdir()
-        with actckpt.offload(min_bytes=0), pytest.raises(OffloadError, match="spill_dir"):
-            (leaf(4) * 1).sin()
-    finally:
-        actckpt.configure(spill_dir=before)
+    before = actckpt.configure().spill_dir
+    actckpt.configure(spill_dir=folder)
+    folder.rmdir()
+    with actckpt.offload(min_bytes=0), pytest.raises(OffloadError, match="spill_dir"):
+        (leaf(4) * 1).sin()
+    actckpt.configure(spill_dir=before)
     with actckpt.offload(min_bytes=0):
         y = (leaf(4) * 1).sin().sum()
     y.backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import on_device
@@ -16,15 +16,7 @@ from torch import Tensor, nn
 from transformer_block import Block
 
 import actckpt
-from actckpt import config
 from actckpt.memory import LiveStorages
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    before = config.settings().max_inflight
-    yield
-    actckpt.configure(max_inflight=before)
 
 
 def _layers(num: int, width: int) -> nn.Module:

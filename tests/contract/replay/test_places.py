@@ -462,11 +462,8 @@ def test_a_table_of_a_whole_model_does_not_warn_in_regions_where_none_of_it_runs
 def test_opaque_takes_selectors() -> None:
     model = Model()
     actckpt.configure(opaque=["layers.0.mlp.*::aten.gelu", "layers.1.norm"])
-    try:
-        with actckpt.region() as region:
-            model(_input())
-    finally:
-        actckpt.configure(opaque=())
+    with actckpt.region() as region:
+        model(_input())
     kept = {str(value.place) for value in region.report().values if value.why.startswith("configure(opaque")}
     norm = "layers.1.norm::aten.native_layer_norm.default#0."
     assert kept == {"layers.0.mlp.1::aten.gelu.default#0.0", f"{norm}0", f"{norm}1", f"{norm}2"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -106,13 +105,11 @@ def test_rule_6_more_than_64_structures_per_site_are_sampled() -> None:
 
 
 @pytest.fixture
-def _own_folder(tmp_path: Path) -> Iterator[Path]:
+def _own_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "spill"
     folder.mkdir()
-    before = actckpt.configure()
     actckpt.configure(spill_dir=folder)
-    yield folder
-    actckpt.configure(spill_dir=before.spill_dir, max_inflight=before.max_inflight)
+    return folder
 
 
 @pytest.mark.parametrize("function", [torch.sin, IntoFreshMemory.apply])

@@ -229,18 +229,14 @@ def _step(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
 def test_ties_and_other_numbers_of_threads_in_backward(options: dict[str, Any], num_steps: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(_Mixture(), _Mixture())
-    before = torch.get_num_threads()
-    try:
-        for step in range(num_steps):
-            x = leaf(48, 32)
-            torch.set_num_threads(1 + step % 2)
-            expected = _step(model, x)
-            y = actckpt.checkpoint(model, x, **options).square().mean()
-            torch.set_num_threads(2 - step % 2)
-            found = torch.autograd.grad(y, (x, *model.parameters()))
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    finally:
-        torch.set_num_threads(before)
+    for step in range(num_steps):
+        x = leaf(48, 32)
+        torch.set_num_threads(1 + step % 2)
+        expected = _step(model, x)
+        y = actckpt.checkpoint(model, x, **options).square().mean()
+        torch.set_num_threads(2 - step % 2)
+        found = torch.autograd.grad(y, (x, *model.parameters()))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_plans_do_not_recompute_what_routes() -> None:

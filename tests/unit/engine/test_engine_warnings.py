@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,13 +25,6 @@ from actckpt._offload.device import DeviceStore
 @pytest.fixture(autouse=True)
 def _no_warnings_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "_warned", set())
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    before = config.settings()
-    yield
-    actckpt.configure(spill_dir=before.spill_dir, disk_limit=before.disk_limit)
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -163,7 +155,7 @@ def test_a_default_folder_that_takes_no_file_is_one_line_at_first_use(monkeypatc
         CpuStore.from_settings(config.Settings())
 
 
-def test_the_spill_file_is_shared_and_so_is_its_limit(tmp_path: Path, restored: None) -> None:
+def test_the_spill_file_is_shared_and_so_is_its_limit(tmp_path: Path) -> None:
     settings = actckpt.configure(spill_dir=tmp_path, disk_limit=1 << 20)
     file = spill.spill_file(settings)
     assert spill.spill_file(settings) is file and file.stats().limit_bytes == 1 << 20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,12 +21,9 @@ NUM_RUNS = 12
 
 
 @pytest.fixture(autouse=True)
-def _four_threads() -> Iterator[None]:
+def _four_threads() -> None:
     """With two, a sum of one part from each has only one order."""
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class Inputs:
