@@ -166,6 +166,30 @@ def assert_as_plain(program: Callable[[Checkpoint], Any], *, with_torch: bool = 
     return results["actckpt"][0]
 
 
+def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
+    """Run `work(i)` in `count` threads that start together; return what they return or raise."""
+    results: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            results[i] = work(i)
+        except BaseException as error:
+            results[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(300)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Free inside the block only what nobody refers to."""

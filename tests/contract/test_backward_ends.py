@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import on_device
 import pytest
 import torch
 from internals.stores import PythonStore, Tested, flush, store_in_memory, using
+from oracle import in_threads
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
@@ -363,7 +363,6 @@ def test_backwards_in_several_threads_fail_and_succeed_apart(method: str) -> Non
     """Over one graph that all of them retain."""
     graph = _graph(METHODS[method], _layers)
     expected = _expected(_layers)
-    problems: list[str] = []
 
     def hook(grad: Tensor) -> None:
         if grad.isnan().any():  # the thread of a device runs hooks of all backwards
@@ -372,25 +371,18 @@ def test_backwards_in_several_threads_fail_and_succeed_apart(method: str) -> Non
     graph.middle.register_hook(hook)
     graph = graph._replace(middle=graph.loss)
 
-    def work(fails: bool) -> None:
+    def work(number: int) -> None:
+        fails = number % 2 == 0
         scale = torch.full((), float("nan") if fails else 1.0)
         for _ in range(6):
             try:
                 found = torch.autograd.grad(graph.loss, graph.inputs, scale, retain_graph=True)
             except FailError:
-                if not fails:
-                    problems.append("a backward failed that should not")
+                assert fails, "a backward failed that should not"
             else:
-                if fails or not all(map(torch.equal, found, expected)):
-                    problems.append("other gradients")
+                assert not fails and all(map(torch.equal, found, expected))
 
-    threads = [threading.Thread(target=work, args=(i % 2 == 0,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert not problems
+    in_threads(work, 4)
     with LiveStorages() as live:
         torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
         assert _live_bytes(live) == 0

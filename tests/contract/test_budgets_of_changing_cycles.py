@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ import on_device
 import pytest
 import torch
 from budget_programs import Configured, Net
-from oracle import assert_equal
+from oracle import assert_equal, in_threads
 from peaks import counted, smallest_budget
 from residual_mlp import Mlp
 from test_budgets import Training
@@ -238,23 +237,14 @@ def test_threads_that_train_a_model_each_have_meters_of_their_own() -> None:
         model(x).square().mean().backward()
         expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
         actckpt.apply(model, blocks="blocks.*", activation_budget=budget, on_infeasible="raise")
-    errors: list[BaseException] = []
 
-    def train(model: nn.Module, gradients: list[Tensor]) -> None:
-        try:
-            for _ in range(6):
-                model.zero_grad()
-                model(x).square().mean().backward()
-                assert_equal([p.grad for p in model.parameters()], gradients)
-        except BaseException as error:
-            errors.append(error)
+    def train(number: int) -> None:
+        for _ in range(6):
+            models[number].zero_grad()
+            models[number](x).square().mean().backward()
+            assert_equal([p.grad for p in models[number].parameters()], expected[number])
 
-    threads = [threading.Thread(target=train, args=pair) for pair in zip(models, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(train, len(models))
     for model in models:
         plan = actckpt.report(model).plan
         assert plan is not None and plan.peak_bytes <= budget

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal
+from oracle import assert_equal, in_threads
 from settings_seen import CHANGES_SETTINGS
 from torch import Tensor
 from torch_settings import RESTORED, call
@@ -181,15 +180,6 @@ def test_two_threads_that_restore_settings_leave_them_as_they_were() -> None:
         results.append(_METHODS["region"](lambda w: forward(), w))
     torch.set_default_dtype(torch.float32)
     assert not torch.equal(*expected)
-    found: list[Any] = [None, None]
-
-    def backward(index: int) -> None:
-        found[index] = torch.autograd.grad(results[index], w, torch.ones(3))[0]
-
-    threads = [threading.Thread(target=backward, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(lambda index: torch.autograd.grad(results[index], w, torch.ones(3))[0], 2)
     assert torch.get_default_dtype() is torch.float32
     assert_equal(found, expected)

@@ -8,32 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, leaf, mlp, ours, plain
+from oracle import assert_equal, in_threads, leaf, mlp, ours, plain
 
 import actckpt
-
-
-def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
-    """Run `work(i)` in `count` threads that start together; return what they return or raise."""
-    results: list[Any] = [None] * count
-    barrier = threading.Barrier(count)
-
-    def run(i: int) -> None:
-        barrier.wait()
-        try:
-            results[i] = work(i)
-        except BaseException as error:
-            results[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def _nested(checkpoint: Callable[..., Any], depth: int, x: torch.Tensor, *, w: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
 from gpu_oracle import settle
 from gpu_programs import DEVICE, FEW, OURS, Method, assert_as_plain, leaf, repeated, stack
-from oracle import assert_equal, mlp, plain
+from oracle import assert_equal, in_threads, mlp, plain
 from torch import Tensor, nn
 
 import actckpt
@@ -227,25 +226,6 @@ def test_backward_on_another_stream_than_forward(method: str) -> None:
     assert_as_plain(program, OURS[method])
 
 
-def _in_threads(work: Callable[[int], None], count: int) -> None:
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:  # told below, in the thread of the test
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 @_few
 def test_backwards_of_several_threads(method: str) -> None:
     """Forwards one after the other, since they draw from one generator; backwards at once, each on its own stream."""
@@ -255,15 +235,14 @@ def test_backwards_of_several_threads(method: str) -> None:
         leaves = [leaf(4, 256, 128) for _ in models]
         losses = [call(model, x * 1.5).square().mean() for model, x in zip(models, leaves, strict=True)]
         torch.cuda.synchronize()
-        found: dict[int, Any] = {}
 
-        def backward(number: int) -> None:
+        def backward(number: int) -> Any:
             with torch.cuda.stream(torch.cuda.Stream()):
-                found[number] = _backward(losses[number], models[number], leaves[number])
+                found = _backward(losses[number], models[number], leaves[number])
                 torch.cuda.current_stream().synchronize()
+            return found
 
-        _in_threads(backward, len(models))
-        return [found[number] for number in range(len(models))]
+        return in_threads(backward, len(models))
 
     assert_as_plain(program, OURS[method])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import no_collector
+from oracle import in_threads, no_collector
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -327,23 +327,18 @@ def test_storages_that_die_in_another_thread_are_noticed() -> None:
 
 def test_threads_with_their_own_counters_do_not_disturb_each_other() -> None:
     original = torch.UntypedStorage.resize_
-    sizes: list[int] = []
 
-    def work() -> None:
+    def work(_: int) -> int:
         with LiveStorages() as live:
             for _ in range(100):
                 t = torch.ones(10)
                 t.untyped_storage().resize_(80)
                 u = torch.relu(t)
-            sizes.append(live.live_bytes)
+            found = live.live_bytes
             del u
+        return found
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sizes == [80 + 40] * 8
+    assert in_threads(work, 8) == [80 + 40] * 8
     assert torch.UntypedStorage.resize_ is original
 
 

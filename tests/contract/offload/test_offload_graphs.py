@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from internals.stores import PythonStore, flush, store_in_memory, using
 from offload_oracle import assert_same, deep
-from oracle import Programs, assert_equal, gradients, leaf, mlp, ours
+from oracle import Programs, assert_equal, gradients, in_threads, leaf, mlp, ours
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
@@ -163,7 +162,7 @@ def an_exception_in_backward_and_another_try(context: Context) -> Any:
 
 
 def test_eight_threads_train_at_once() -> None:
-    def train(seed: int, results: dict[int, Any], context: Context) -> None:
+    def train(seed: int, context: Context) -> Any:
         generator = torch.Generator().manual_seed(seed)
         w = torch.randn(16, 16, generator=generator).requires_grad_()
         for _ in range(10):
@@ -171,21 +170,10 @@ def test_eight_threads_train_at_once() -> None:
                 y = deep(w * 0.5)
             (grad,) = torch.autograd.grad(y, w)
             w = (w - 0.1 * grad).detach().requires_grad_()
-        results[seed] = w.detach()
+        return w.detach()
 
-    found: dict[int, Any] = {}
-    threads = [
-        threading.Thread(target=train, args=(seed, found, lambda: actckpt.offload(min_bytes=0))) for seed in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected: dict[int, Any] = {}
-    for seed in range(8):
-        train(seed, expected, ExitStack)
-    assert_equal(found, {seed: expected[seed] for seed in found})
-    assert len(found) == 8
+    found = in_threads(lambda seed: train(seed, lambda: actckpt.offload(min_bytes=0)), 8)
+    assert_equal(found, [train(seed, ExitStack) for seed in range(8)])
 
 
 def test_eight_threads_run_backward_over_graphs_of_one_context() -> None:
@@ -194,17 +182,7 @@ def test_eight_threads_run_backward_over_graphs_of_one_context() -> None:
     with actckpt.offload(min_bytes=0):
         outputs = [deep(x * n) for n in range(8)]
     flush()
-    found: dict[int, torch.Tensor] = {}
-
-    def backward(n: int) -> None:
-        (found[n],) = torch.autograd.grad(outputs[n], x)
-
-    threads = [threading.Thread(target=backward, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_equal([found[n] for n in range(8)], expected)
+    assert_equal(in_threads(lambda n: torch.autograd.grad(outputs[n], x)[0], 8), expected)
 
 
 def _identity() -> AbstractContextManager[Any]:

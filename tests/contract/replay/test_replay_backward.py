@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CountOperators, assert_equal, leaf, mlp, no_collector, soon
+from oracle import CountOperators, assert_equal, in_threads, leaf, mlp, no_collector, soon
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -173,28 +172,15 @@ def test_eight_threads_with_regions_of_their_own_and_one_in_common() -> None:
     expected = [torch.autograd.grad(model(x).square().sum(), parameters) for x in inputs]
     with actckpt.region():
         shared = model(inputs[0]).square().sum()
-    found: list[Any] = [None] * 8
-    errors: list[BaseException] = []
-    start = threading.Barrier(8)
 
     def work(number: int) -> None:
-        try:
-            start.wait()
-            for _ in range(5):
-                with actckpt.region():
-                    loss = model(inputs[number]).square().sum()
-                found[number] = torch.autograd.grad(loss, parameters)
-                assert_equal(torch.autograd.grad(shared, parameters, retain_graph=True), expected[0])
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(5):
+            with actckpt.region():
+                loss = model(inputs[number]).square().sum()
+            assert_equal(torch.autograd.grad(loss, parameters), expected[number])
+            assert_equal(torch.autograd.grad(shared, parameters, retain_graph=True), expected[0])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    assert_equal(found, expected)
+    in_threads(work, 8)
 
 
 def test_an_exception_in_forward_leaves_the_thread_as_it_was() -> None:

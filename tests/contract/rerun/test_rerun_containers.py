@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from input_routes import METHODS, ROUTES, Route
-from oracle import Checkpoint, Log, assert_equal, leaf, ours, plain, soon
+from oracle import Checkpoint, Log, assert_equal, in_threads, leaf, ours, plain, soon
 
 
 class Plain:
@@ -371,20 +371,12 @@ def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None
             assert state[0] == scale
         return (x * scale).exp()
 
-    def backward(i: int, loss: torch.Tensor, grads: dict[int, torch.Tensor]) -> None:
-        (grads[i],) = torch.autograd.grad(loss, x[i])
-
     for _ in range(20):
         shared[:] = [1.0]
         expected = [torch.autograd.grad((one * (i + 2.0)).exp().sum(), one)[0] for i, one in enumerate(x)]
         losses = [ours(region, one, shared, preserve_rng_state=False).sum() for one in x]
-        grads: dict[int, torch.Tensor] = {}
-        threads = [threading.Thread(target=backward, args=(i, losses[i], grads)) for i in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert_equal([grads[0], grads[1]], expected)
+        found = in_threads(lambda i, losses=losses: torch.autograd.grad(losses[i], x[i])[0], 2)
+        assert_equal(found, expected)
         assert shared == [3.0]
 
 

@@ -7,18 +7,17 @@ import os
 import random
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 from cpu_rig import MIB, Make, Rig, load
+from oracle import in_threads
 
 from actckpt import _C
 
 
 def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) -> None:
     rig = Rig(folder, window_bytes=MIB)
-    failures: list[str] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
@@ -35,23 +34,17 @@ def test_random_programs_from_several_threads_give_the_right_bytes(folder: str) 
                 out = np.zeros(ticket.nbytes, np.uint8)
                 ticket.prefetch(out.ctypes.data, out)
             elif choice < 0.75:
-                if not np.array_equal(load(ticket), copy):
-                    failures.append(f"thread {seed}")
+                assert np.array_equal(load(ticket), copy)
             elif choice < 0.85:
                 ticket.unload()
             else:
                 live = [pair for pair in live if pair[0] is not ticket]
                 ticket.drop()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     rig.engine.flush()
     rig.engine.poll()
     gc.collect()
-    assert not failures
     stats = rig.engine.stats()
     assert (stats.num_live, stats.stored_bytes, stats.graveyard_bytes, stats.inflight_bytes) == (0, 0, 0, 0)
     assert rig.file.stats().disk_bytes == 0

@@ -6,13 +6,13 @@ import errno
 import os
 import random
 import resource
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sim
+from oracle import in_threads
 
 from actckpt import _C
 
@@ -212,23 +212,17 @@ def test_blocks_of_another_file_are_refused(folder: str, make_bytes: Make) -> No
 
 def test_threads_share_a_file_with_fewer_buffers_than_threads(folder: str) -> None:
     file = _C.SpillFile(folder)
-    failures: list[int] = []
 
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(20):
             data = rng.integers(0, 256, int(rng.integers(1, 400_000)), dtype=np.uint8)
             block = write(file, data)
-            if not np.array_equal(read(file, block), data):
-                failures.append(seed)
+            assert np.array_equal(read(file, block), data)
             block.free()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and file.stats().disk_bytes == 0
+    in_threads(work, 8)
+    assert file.stats().disk_bytes == 0
 
 
 def test_descriptors_are_closed(folder: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import threading
 from pathlib import Path
 
 import pytest
+from oracle import in_threads
 
 from actckpt import _C
 
@@ -178,25 +178,18 @@ def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
 
 def test_threads_share_a_pool() -> None:
     pool = _C.Pool(slab_bytes=MIB, limit_bytes=64 * MIB)
-    failures: list[str] = []
 
     def work(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(150):
             block = pool.allocate(rng.randrange(1, MIB))
-            fill(block, seed)
-            if not holds(block, seed):
-                failures.append(f"thread {seed} lost bytes")
+            fill(block, 1 + seed)
+            assert holds(block, 1 + seed)
             block.free()
             if rng.random() < 0.1:
                 pool.trim()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, 4)
     assert pool.stats().stored_bytes == 0
     pool.trim()
     assert pool.stats().pool_bytes == 0

@@ -6,11 +6,11 @@ import ctypes
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle import in_threads
 from scipy import optimize
 from test_plan_shown import _costs
 
@@ -43,16 +43,12 @@ def test_what_the_solver_prints_goes_to_the_error_stream(
 
 
 def test_threads_find_their_output_again(capfd: pytest.CaptureFixture[str]) -> None:
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(50):
             with stdout_as_stderr():
                 os.write(1, b"inside\n")
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     os.write(1, b"outside\n")
     found = capfd.readouterr()
     assert found.out == "outside\n" and found.err == "inside\n" * 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import random_programs
 import torch
 from internals.stores import flush, store_of_kind
-from oracle import assert_equal, leaf
+from oracle import assert_equal, in_threads, leaf
 from random_graphs import RandomGraph, chain, count, num_replayed
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
@@ -137,19 +136,12 @@ def test_two_threads_over_one_region_get_the_right_gradients(
     (expected,) = torch.autograd.grad(chain(x, 40), x)
     with actckpt.region():
         loss = chain(x, 40)
-    found: list[Tensor] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
-            found.extend(torch.autograd.grad(loss, x, retain_graph=True))
+            assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 80
-    assert all(torch.equal(gradient, expected) for gradient in found)
+    in_threads(work, 4)
 
 
 def test_gradients_of_gradients_are_right_within_a_window(windows_from: Callable[[float], None]) -> None:
