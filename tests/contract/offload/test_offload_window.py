@@ -40,7 +40,6 @@ def _step(model: nn.Module, x: Tensor, context: Any) -> tuple[int, list[Tensor]]
 
 @pytest.mark.parametrize("name", MODELS)
 def test_offload_around_a_whole_model_peaks_at_a_third_of_plain(name: str) -> None:
-    torch.manual_seed(0)
     make, shape = MODELS[name]
     model, x = make(), torch.randn(shape)
     plain, expected = _step(model, x, contextlib.nullcontext())
@@ -52,7 +51,6 @@ def test_offload_around_a_whole_model_peaks_at_a_third_of_plain(name: str) -> No
 
 
 def test_a_number_stays_the_limit() -> None:
-    torch.manual_seed(0)
     model, x = _layers(16, 256), torch.randn(512, 256)
     peaks = []
     for limit in ("1MiB", "64MiB"):
@@ -64,7 +62,6 @@ def test_a_number_stays_the_limit() -> None:
 
 def test_a_small_model_is_read_ahead_of_backward() -> None:
     """The windows are small beside it, and large enough for copies to overlap."""
-    torch.manual_seed(0)
     model, x = _layers(24, 128), torch.randn(256, 128)
     with store_of_kind("disk", window_bytes=None) as store:
         for _ in range(3):

@@ -143,7 +143,6 @@ def _apply_to_layers(model: torch.nn.Module) -> None:
 
 
 def test_apply_takes_it_by_name(tmp_path: Path) -> None:
-    torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
     x = torch.randn(8, 32)
     model(x).square().sum().backward()

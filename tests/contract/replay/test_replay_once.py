@@ -61,7 +61,6 @@ def test_a_value_that_is_saved_three_times_is_replayed_once() -> None:
 
 
 def test_an_offloaded_value_that_several_are_replayed_from_is_brought_back_once() -> None:
-    torch.manual_seed(0)
     x, w = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
 
     def forward() -> Tensor:

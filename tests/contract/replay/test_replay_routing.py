@@ -227,7 +227,6 @@ def _step(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("num_steps", [20, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("options", [{"policy": []}, {"policy": "matmuls"}, {"policy": "recompute"}])
 def test_ties_and_other_numbers_of_threads_in_backward(options: dict[str, Any], num_steps: int) -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(_Mixture(), _Mixture())
     for step in range(num_steps):
         x = leaf(48, 32)
@@ -240,7 +239,6 @@ def test_ties_and_other_numbers_of_threads_in_backward(options: dict[str, Any], 
 
 
 def test_plans_do_not_recompute_what_routes() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(*(_Mixture() for _ in range(4))), torch.randn(48, 32)
     expected = torch.autograd.grad(model(x).square().mean(), tuple(model.parameters()))
     actckpt.apply(model, blocks=_Mixture, activation_budget="60%", race=False)
@@ -255,7 +253,6 @@ def test_plans_do_not_recompute_what_routes() -> None:
 
 
 def test_it_costs_little_memory() -> None:
-    torch.manual_seed(0)
     model, x = _Mixture(256), torch.randn(512, 256, requires_grad=True)
     held = {}
     for name, policy in {"plain": "keep", "kept": ["aten.addmm"]}.items():

@@ -26,7 +26,6 @@ def _most_in_flight(model: nn.Module, x: Tensor) -> int:
 
 
 def test_the_least_of_what_owners_allow_is_the_window() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))), torch.randn(512, 256)
     nbytes = x.nbytes
     first, other = _Owner(), _Owner()

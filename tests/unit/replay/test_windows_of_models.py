@@ -72,7 +72,6 @@ WHOLE: dict[str, Callable[[], _Whole]] = {
 def test_one_region_around_a_whole_model_peaks_at_a_third_of_plain_for_twice_the_operators(
     name: str, windows_from: Callable[[float], None]
 ) -> None:
-    torch.manual_seed(0)
     whole = WHOLE[name]()
     expected = [gradient.clone() for gradient in whole.step(contextlib.nullcontext)]
     plain = whole.peak_bytes
@@ -121,7 +120,6 @@ def test_the_peak_of_a_whole_model_grows_with_the_root_of_its_depth() -> None:
 
 
 def test_a_region_of_a_block_replays_each_operator_once_by_itself() -> None:
-    torch.manual_seed(0)
     whole = _Whole([Block(256)], 4, 1024, 256)
     whole.step(actckpt.region)
     assert whole.replayed_operators <= whole.forward_operators
