@@ -9,17 +9,16 @@ the Python objects of NOTE [ Object state ]. With `configure(audit="always")` th
 Rule 1. In forward each saved tensor leaves a checksum and two sums. Its device computes them, and the forward does not
 read them. A rerun computes them again. They are compared when backward reads the first tensor of that rerun.
 Rule 2. A difference counts when backward reads the tensor, and raises. It only warns, once per function, if rounding
-explains it, if the rerun got the tensor's memory from an operator such as `torch.empty` (nobody may have written all of
-it), or with `preserve_rng_state=False`.
+explains it, or with `preserve_rng_state=False`. Memory that nobody wrote differs, too: audits are for finding out
+whether a function repeats itself, and so are off by default.
 Rule 3. Not compared are parameters and views of them (reruns check their versions), tensor subclasses, tensors with
 other strides, and what operators leave unwritten or write after autograd saved it (`_UNWRITTEN`).
-Rule 4. Nothing is compared if hooks of others surround the region: they may give other bytes back for its inputs.
+Rule 4. Nothing is compared if the hooks around the region belong to others: they may give other bytes back for its
+inputs.
 """
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -28,11 +27,10 @@ import torch
 from torch import Tensor
 
 from actckpt import config
-from actckpt._C import Paused, storage_of
+from actckpt._C import Paused
 from actckpt._core import devices, messages, torch_private
 from actckpt._core.checksums import are_close, checksum, sums
 from actckpt._core.hooks import is_ours
-from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
 from actckpt.errors import RerunMismatchError
@@ -56,24 +54,19 @@ _UNWRITTEN_RESULTS = {
     "ThnnFusedLstmCell": {"result2"},
     "CtcLoss": {"result1"},
 }
-#: Operators whose results have memory that nobody wrote.
-_EMPTY = frozenset(
-    getattr(torch.ops.aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
-)
 _DIFFERENT = (
     "The rerun of {name} does not repeat its forward: saved tensor {index}{where}, which {node} reads (shape {shape}, "
     "{dtype}), has other values"
 )
 _ADVICE = (
     "The function must do the same in both runs, but for torch's random numbers and buffers of modules: no Python or "
-    "NumPy randomness, no state outside of torch that a call changes, no operator that is not deterministic. Pass a "
-    'policy, such as policy="matmuls", whose regions run nothing again, or rng_trackers= for other random state. Where '
-    'the difference does no harm, leave out actckpt.configure(audit="always").'
+    "NumPy randomness, no state outside of torch that a call changes, no operator that is not deterministic, no memory "
+    'that nobody wrote (torch.empty). Pass a policy, such as policy="matmuls", whose regions run nothing again, or '
+    "rng_trackers= for other random state. Where the difference does no harm, leave out "
+    'actckpt.configure(audit="always").'
 )
-_MAY_BE_HARMLESS = WarningText(
-    f"{_DIFFERENT}. The difference is as small as one of rounding, or nobody may have written all of the tensor's "
-    "memory (torch.empty).",
+_ROUNDED = WarningText(
+    f"{_DIFFERENT}. The difference is as small as one of rounding.",
     "Operators that are not deterministic round differently: torch.use_deterministic_algorithms(True) finds them. A "
     'policy, such as policy="matmuls", keeps their results.',
     per="function",
@@ -113,7 +106,7 @@ class _Digest(NamedTuple):
 class RerunAudit:
     """Checksums of what one region saves (NOTE [ Audit of reruns ]). Its methods are called from C++."""
 
-    __slots__ = ("_different", "_empty", "_found", "_is_empty", "_modules", "_name", "_raises", "_rerun")
+    __slots__ = ("_different", "_found", "_modules", "_name", "_raises", "_rerun")
 
     def __init__(self, name: str, *, raises: bool) -> None:
         #: Of the function, for messages.
@@ -124,10 +117,6 @@ class RerunAudit:
         self._rerun: dict[int, _Digest] = {}
         #: Indices of tensors that differ, and whether that is an error; None: not compared yet.
         self._different: dict[int, bool] | None = None
-        #: Of the last rerun: weak references to storages that operators such as `torch.empty` returned, by their ids,
-        #: and indices of the tensors saved in them.
-        self._empty: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._is_empty: set[int] = set()
         #: Modules that saved the tensors.
         self._modules: dict[int, str | None] = {}
 
@@ -136,19 +125,15 @@ class RerunAudit:
         if (digest := _digest(tensor)) is not None:
             self._found[index] = digest
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A rerun starts; return what it calls."""
-        self._rerun, self._different, self._empty = {}, None, {}
-        self._is_empty, self._modules = set(), {}
-        return functools.partial(_call_in, _EmptyMemory(self._empty), function)
+    def begin_rerun(self) -> None:
+        """Forget what an earlier rerun saved."""
+        self._rerun, self._modules, self._different = {}, {}, None
 
     def note_again(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the rerun saves."""
         if index not in self._found or (digest := _digest(tensor)) is None:
             return
         self._rerun[index], self._modules[index] = digest, module_name()
-        if id(weakref.ref(tensor.untyped_storage())) in self._empty:
-            self._is_empty.add(index)
 
     def check(self, index: int, slot: object) -> None:
         """Raise or warn if backward reads a tensor that the rerun did not repeat."""
@@ -166,10 +151,10 @@ class RerunAudit:
         if self._different[index] and self._raises:
             text = _DIFFERENT.format(**what)
             raise RerunMismatchError(f"{text}, so this backward has no right gradient.\n{_ADVICE}")
-        warn_once(_MAY_BE_HARMLESS if self._raises else _OTHER_NUMBERS, self._name, **what)
+        warn_once(_ROUNDED if self._raises else _OTHER_NUMBERS, self._name, **what)
 
     def _compared(self) -> dict[int, bool]:
-        """Return the indices of tensors that differ, and whether neither rounding nor empty memory explains it."""
+        """Return the indices of tensors that differ, and whether rounding does not explain it."""
         with Paused():
             pairs = {
                 index: (self._found[index], again)
@@ -183,7 +168,7 @@ class RerunAudit:
             for indices in by_device.values():  # waits for each device once
                 forward, rerun = (torch.stack([pairs[i][run].checksum for i in indices]) for run in (0, 1))
                 different += [i for i, same in zip(indices, (forward == rerun).tolist(), strict=True) if not same]
-            return {i: i not in self._is_empty and not _is_rounded(*pairs[i]) for i in different}
+            return {i: not _is_rounded(*pairs[i]) for i in different}
 
 
 def _digest(tensor: Tensor) -> _Digest | None:
@@ -218,25 +203,3 @@ def _is_unwritten(node: Any, slot: object) -> bool:
     names = next((names for begin, names in _UNWRITTEN_RESULTS.items() if kind.startswith(begin)), set())
     saved = (getattr(node, f"_raw_saved_{name}", None) for name in _UNWRITTEN | names)
     return any(each is not None and each.data is slot for each in saved)
-
-
-def _call_in(mode: ObservingMode, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with mode:
-        return function(*args, **kwargs)
-
-
-class _EmptyMemory(ObservingMode):
-    """Collects the storages whose memory operators such as `torch.empty` leave unwritten."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, found: dict[int, weakref.ref[torch.UntypedStorage]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "overloadpacket", None) in _EMPTY and (storage := storage_of(result)) is not None:
-            reference = weakref.ref(storage)
-            self._found[id(reference)] = reference
-        return result

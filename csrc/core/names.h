@@ -15,9 +15,9 @@ namespace actckpt {
   X(are_as_found, "are_as_found") \
   X(ask_policy, "ask_policy") \
   X(args, "args") \
-  X(around, "around") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
+  X(begin_rerun, "begin_rerun") \
   X(audit_late, "audit_late") \
   X(buffers, "_buffers") \
   X(callee, "callee") \

@@ -77,12 +77,11 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
 // Runs function(*args, **kwargs) with grad mode on until the refill stops it.
 void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
   const py::object audit = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe.audit;
-  auto called = py::reinterpret_borrow<py::object>(function);
-  if (audit) called = call_method(audit.ptr(), names().around, function);
+  if (audit) call_method(audit.ptr(), names().begin_rerun);
   const GradMode on(true);
   num_open_reruns += 1;
   num_reruns += 1;
-  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, called.ptr(), args, kwargs);
+  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
   num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
