@@ -68,7 +68,7 @@ def test_a_budget_inside_of_a_rerun_is_one_clear_error_before_anything_ran(aroun
     expected = _step(model, tokens, _plainly)
     actckpt.apply(model, activation_budget="60%")
     for _ in range(2):
-        with pytest.raises(actckpt.errors.BlocksError, match=r"inside of a checkpoint.*Leave out that.*policy=plan"):
+        with pytest.raises(actckpt.errors.BlocksError, match=r"inside a checkpoint.*Leave out that.*policy=plan"):
             _step(model, tokens, _RERUNNING[around])
         for _ in range(2):
             assert_equal(_step(model, tokens, _plainly), expected)
