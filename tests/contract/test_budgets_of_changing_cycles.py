@@ -166,14 +166,8 @@ _CHANGES: dict[str, tuple[_Make, list[_Step]]] = {
 }
 
 
-#: Where measured seconds make a plan keep values of some blocks and drop others, its second backward of one graph needs
-#: more than predicted, and three corrections do not find that.
-_EXCEEDED_AT_TIMES = pytest.mark.xfail(strict=False, reason="some plans for a retained graph exceed the budget")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_EXCEEDED_AT_TIMES if name == "retained graphs" else ()) for name in _CHANGES]
-)
+@pytest.mark.usefixtures("no_audit")  # corrected plans are audited in later cycles, and the count has their checksums
+@pytest.mark.parametrize("name", _CHANGES)
 @pytest.mark.parametrize("share", [0.65, 0.8])
 def test_each_kind_of_cycle_is_within_the_budget_from_its_second_one_on(name: str, share: float) -> None:
     make, kinds = _CHANGES[name]
@@ -182,7 +176,7 @@ def test_each_kind_of_cycle_is_within_the_budget_from_its_second_one_on(name: st
     peaks, model = _compare(make, [step for step in kinds for _ in range(num)], int(budget))
     for number, peak in enumerate(peaks):
         if number % num:
-            assert peak <= (budget if number % num > 2 else 1.02 * budget + _AUDIT_BYTES)
+            assert peak <= (budget if number % num > 2 else 1.02 * budget)
     assert max(peaks[num - 1 :: num]) >= 0.8 * budget or on_device.device_type != "cpu"
     plan = actckpt.report(model).plan
     assert plan is not None and plan.peak_bytes <= budget
