@@ -9,7 +9,7 @@ the Python objects of NOTE [ Object state ]. With `configure(audit="always")` th
 Rule 1. In forward each saved tensor leaves a checksum and two sums. Its device computes them, and the forward does not
 read them. A rerun computes them again. They are compared when backward reads the first tensor of that rerun.
 Rule 2. A difference counts when backward reads the tensor, and raises. It only warns, once per function, if rounding
-explains it, or with `preserve_rng_state=False`. Memory that nobody wrote differs, too: audits are for finding out
+explains it, or with `preserve_rng_state=False`. Uninitialized memory differs, too: audits are for finding out
 whether a function repeats itself, and so are off by default.
 Rule 3. Not compared are parameters and views of them (reruns check their versions), tensor subclasses, tensors with
 other strides, and what operators leave unwritten or write after autograd saved it (`_UNWRITTEN`).
@@ -60,8 +60,8 @@ _DIFFERENT = (
 )
 _ADVICE = (
     "The function must do the same in both runs, but for torch's random numbers and buffers of modules: no Python or "
-    "NumPy randomness, no state outside of torch that a call changes, no operator that is not deterministic, no memory "
-    'that nobody wrote (torch.empty). Pass a policy, such as policy="matmuls", whose regions run nothing again, or '
+    "NumPy randomness, no state outside of torch that a call changes, no operator that is not deterministic, no "
+    'uninitialized memory (torch.empty). Pass a policy, such as policy="matmuls", whose regions run nothing again, or '
     "rng_trackers= for other random state. Where the difference does no harm, leave out "
     'actckpt.configure(audit="always").'
 )
