@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import noop_context_fn
@@ -63,7 +63,9 @@ def checkpoint_call(
     if (forced := torch_private.forced_by_context()) != (None, None):
         options = _forced(options, *forced)
     check_metadata = options.determinism_check == "default"
-    audit = audit_of(function, raises=options.preserve_rng_state) if check_metadata else None
+    audit: RerunAudit | Literal[False] | None = None
+    if check_metadata:
+        audit = audit_of(function, raises=options.preserve_rng_state)
     try:
         result = _run_common(function, args, kwargs, options, input_hooks, audit)
         if result is not NotImplemented:
@@ -80,7 +82,7 @@ def _run_common(
     kwargs: dict[str, Any],
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
-    audit: RerunAudit | None,
+    audit: RerunAudit | Literal[False] | None,
 ) -> Any:
     """Run a common region without Python code around the function; C++ decides too whether it is one.
 
@@ -145,7 +147,7 @@ def _run(
     options: CheckpointOptions,
     input_hooks: torch_private.Hooks | None,
     figures: Figures | None,
-    audit: RerunAudit | None,
+    audit: RerunAudit | Literal[False] | None,
 ) -> Any:
     """Run the function in a region without a policy."""
     preserve_rng_state, contexts = options.preserve_rng_state, None

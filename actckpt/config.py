@@ -105,8 +105,9 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
             stored bytes times their largest tensor, at least four of the largest, and from 4 to 256 MiB.
         num_workers: threads that copy between memory and disk, at least 0 (GPU tensors: at least 1 is used).
         fix_malloc: set malloc's mmap threshold when CPU tensors are offloaded.
-        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with
-            their replay; `"always"` also compares them with what reruns make.
+        audit: `"first"`, `"always"` or `"off"`: when checksums of dropped tensors are compared with what recomputation
+            makes. `"first"`: of replays, the first time that a place runs; of reruns, calls 1, 2, 4, 8, ... of a
+            function.
         opaque: operators (also by name) and names of modules, also with wildcards, whose values are never replayed.
         observers: types of dispatch modes (`TorchDispatchMode`) that change no results, in addition to those of this
             package and of torch's tools. Values made below any other mode are kept.

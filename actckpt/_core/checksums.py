@@ -3,7 +3,6 @@
 import contextlib
 import math
 import operator
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from actckpt._core import torch_private
 
-__all__ = ["are_close", "checksum", "compact", "count_again", "is_left_out", "is_running", "leave_out", "sums"]
+__all__ = ["are_close", "checksum", "compact", "count_again", "is_left_out", "leave_out", "sums", "uncounted"]
 
 #: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
 _LEAST_PIECE = 1 << 15
@@ -21,7 +20,6 @@ _MOST_PIECE = 1 << 20
 _PART = 64
 #: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
 _MULTIPLIER = -7046029254386353131
-_thread = threading.local()
 _Context = Callable[[], AbstractContextManager[object]]
 #: Contexts entered around each checksum, while their owners are alive: used by allocator meters.
 _around: list[weakref.WeakMethod[_Context]] = []
@@ -38,7 +36,7 @@ def checksum(tensor: Tensor) -> Tensor:
     count.
     Cost: linear in the elements in memory; 16 temporary bytes per element of one piece.
     """
-    with _not_counted():
+    with uncounted():
         return _checksum(tensor)
 
 
@@ -47,7 +45,7 @@ def sums(tensor: Tensor) -> Tensor:
 
     The first one weights each element by its position, so another order changes it. The second is the sum of squares.
     """
-    with _not_counted():
+    with uncounted():
         return _sums(tensor)
 
 
@@ -61,20 +59,13 @@ def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def _not_counted() -> Iterator[None]:
-    _thread.is_running = True
-    try:
-        with contextlib.ExitStack() as stack:
-            for context in _contexts():
-                stack.enter_context(context())
-            yield
-    finally:
-        _thread.is_running = False
-
-
-def is_running() -> bool:
-    """Return whether this thread computes a checksum: its allocations belong to no training step."""
-    return getattr(_thread, "is_running", False)
+def uncounted() -> Iterator[None]:
+    """Run the body below all dispatch modes: checksums are no operators of the program."""
+    with contextlib.ExitStack() as stack:
+        for context in _contexts():
+            stack.enter_context(context())
+        stack.enter_context(torch_private.without_dispatch())
+        yield
 
 
 def leave_out(context: _Context) -> None:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from actckpt._core import checksums, devices, torch_private
+from actckpt._core import devices, torch_private
 from actckpt._core.storages import storages_of
 from actckpt._cycles.allocator_meter import AllocatorMeter, Older
 from actckpt.memory import LiveStorages
@@ -96,7 +96,7 @@ class _ModeMeter(LiveStorages):
         _sweep_before_updates()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_counting or checksums.is_running():
+        if not self.is_counting:
             return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import CellType
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -74,7 +74,7 @@ class Region:
         *,
         early_stop: bool,
         check_metadata: bool,
-        audit: RerunAudit | None = None,
+        audit: RerunAudit | Literal[False] | None = None,
     ) -> Any:
         """Run the forward: saved tensors become slots, which hold no data."""
         if self.forward_context is not None or self.carried is not None:

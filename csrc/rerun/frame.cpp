@@ -38,8 +38,6 @@ bool same_key(PyObject* a, PyObject* b) noexcept {
   return PyLong_AsLongLong(a) == PyLong_AsLongLong(b);
 }
 
-// -------------------------------------------------------------------------------------- Slot
-
 void slot_dealloc(PyObject* self) {
   auto* slot = reinterpret_cast<SlotObject*>(self);
   FrameObject* frame = slot->frame;
@@ -70,8 +68,6 @@ SlotObject* new_slot(FrameObject* frame, std::size_t index) {
   slot->index = index;
   return slot;
 }
-
-// ------------------------------------------------------------------------------------- Frame
 
 int frame_clear(PyObject* self) {
   const std::shared_ptr<Parameters> parameters = std::move(frame_of(self)->recipe.parameters);
@@ -159,6 +155,8 @@ PyObject* frame_parameters(PyObject* self, void*) {
   return guarded([&] { return py::cast(frame_of(self)->recipe.parameters).release().ptr(); });
 }
 
+PyObject* frame_may_audit(PyObject* self, void*) { return PyBool_FromLong(frame_of(self)->recipe.may_audit ? 1 : 0); }
+
 PyObject* frame_metadata_is_checked(PyObject* self, void*) {
   return PyBool_FromLong(frame_of(self)->check_metadata ? 1 : 0);
 }
@@ -173,6 +171,7 @@ PyGetSetDef frame_getset[] = {
     {"num_live", frame_num_live, nullptr, "Of these, how many autograd still holds.", nullptr},
     {"num_held", frame_num_held, nullptr, "Values of reruns held at the moment.", nullptr},
     {"metadata_is_checked", frame_metadata_is_checked, nullptr, "determinism_check.", nullptr},
+    {"may_audit", frame_may_audit, nullptr, "Whether a rerun gets the bytes of the forward's inputs.", nullptr},
     {"function", frame_function, nullptr, "The region's function.", nullptr},
     {"args", frame_args, nullptr, "Held positional arguments, or None.", nullptr},
     {"region", frame_region, nullptr, "Python's Region, or None.", nullptr},

@@ -70,6 +70,7 @@ struct RecomputeContext {
   std::shared_ptr<Parameters> parameters;  // of the function; null if `region` is set
   py::object buffers;                      // Python's Buffers of the function; null if it has none or `region` is set
   py::object audit;                        // Python's RerunAudit; null: this call is not audited
+  bool may_audit = true;                   // false: hooks of others may give other bytes back for its inputs
   // Reruns restore random state, under the swap lock. The swap during whose rerun the region was made, 0: none; -1:
   // random state is not restored.
   long long outer_swap = -1;

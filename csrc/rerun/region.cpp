@@ -235,7 +235,8 @@ RecomputeContext new_recipe(PyObject* function, PyObject* early_stop, PyObject* 
   recipe.function = py::reinterpret_borrow<py::object>(function);
   recipe.lock = call(names().lock_type);
   recipe.early_stop = truth(early_stop);
-  if (audit != Py_None) recipe.audit = py::reinterpret_borrow<py::object>(audit);
+  recipe.may_audit = audit != Py_False;
+  if (recipe.may_audit && audit != Py_None) recipe.audit = py::reinterpret_borrow<py::object>(audit);
   return recipe;
 }
 
@@ -301,6 +302,16 @@ PyObject* rerun_function(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
+// rerun_again(slot): for audits. Reruns the region of a slot; no value is kept.
+PyObject* rerun_again(PyObject*, PyObject* handle) {
+  return guarded([&]() -> PyObject* {
+    const auto* slot = reinterpret_cast<SlotObject*>(handle);
+    const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(slot->frame));
+    bring_back(slot->frame, slot->index, {});
+    return Py_NewRef(Py_None);
+  });
+}
+
 PyObject* capture_state_function(PyObject*, PyObject*) {
   return guarded([&] { return capture_state().release().ptr(); });
 }
@@ -329,6 +340,7 @@ PyMethodDef region_functions[] = {
     {"run", fast(run), METH_FASTCALL,
      "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"rerun_again", rerun_again, METH_O, "rerun_again(slot): rerun its region; no value is kept."},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"frame_of", frame_of, METH_O, "The frame of a slot; None for all else."},

@@ -1,4 +1,4 @@
-"""With `audit="always"`, a rerun that saves other values than its forward raises, where torch is silently wrong."""
+"""A rerun that saves other values than its forward raises, where torch is silently wrong."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import actckpt
 from actckpt.errors import ActckptWarning, RerunMismatchError
+from actckpt.memory import LiveStorages
 
 _NUMBERS = itertools.count(1)
 
@@ -91,16 +92,75 @@ def test_torch_is_silently_wrong() -> None:
     assert x.grad is not None and not torch.allclose(x.grad, scale * y.detach())
 
 
-@pytest.mark.parametrize("audit", ["off", "first"])
-def test_otherwise_no_rerun_is_audited(audit: Any) -> None:
+def _audited_calls(function: Callable[..., Tensor], num_calls: int) -> list[int]:
+    """Return the calls whose rerun raises, of a function that differs in each run."""
+    raised = []
+    for call in range(1, num_calls + 1):
+        try:
+            ours(function, leaf(3)).sum().backward()
+        except RerunMismatchError:
+            raised.append(call)
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("audit", "audited"), [("first", [1, 2, 4, 8]), ("always", [*range(1, 11)]), ("off", [])], ids=str
+)
+@pytest.mark.parametrize("kind", ["function", "module"])
+def test_settings_say_which_calls_are_audited(audit: Any, audited: list[int], kind: str) -> None:
+    actckpt.configure(audit=audit)  # until the fixture of all tests puts it back
+    module = type("Counts", (nn.Module,), {"forward": lambda _, x: IMPURE["a counter"](x)})()
+    code = f"lambda x: impure(x * {1 / (1 + len(audited))})"  # of its own in each case: calls are counted by code
+    function = module if kind == "module" else eval(code, {"impure": IMPURE["a counter"]})
+    assert _audited_calls(function, 10) == audited
+
+
+def test_functions_of_one_line_are_audited_by_their_modules() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return IMPURE["a counter"](x)
+
+    modules = [Counts() for _ in range(3)]
+    actckpt.configure(audit="first")
+    calls = [_audited_calls(lambda x, module=module: module(x), 3) for module in modules]
+    assert calls == [[1, 2]] * 3
+
+
+@pytest.mark.parametrize("audit", ["off", "first", "always"])
+def test_modes_of_the_program_see_no_audit(audit: Any) -> None:
     actckpt.configure(audit=audit)
     model, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.randn(2, 3, requires_grad=True)
     counts = []
     for method in (plain, ours):
-        with CountOperators() as operators:
+        with CountOperators() as operators, LiveStorages(parameters=model.parameters()) as live:
             method(model, x)
-        counts.append(operators.total)
-    assert counts[0] == counts[1]
+        counts.append((operators.total, live.live_bytes))
+    assert counts[0][0] == counts[1][0] and counts[1][1] <= counts[0][1]
+
+
+def _reads_new_memory(x: Tensor) -> Tensor:
+    """Compute on rows that nobody writes, as padding of experts' tokens, and leave them out of the result."""
+    rows = torch.empty(2 * len(x))
+    rows[: len(x)] = x.detach()
+    rows[len(x) :].fill_(next(_NUMBERS) % 5) if not torch.are_deterministic_algorithms_enabled() else None
+    return (rows.exp() * torch.cat([x, x]).exp())[: len(x)]
+
+
+def test_values_from_uninitialized_memory_warn() -> None:
+    x, expected = (torch.tensor([0.1, 0.2, 0.3], requires_grad=True) for _ in range(2))
+    with pytest.warns(ActckptWarning, match="no uninitialized memory, it repeats itself"):
+        ours(_reads_new_memory, x).sum().backward()
+    _reads_new_memory(expected).sum().backward()
+    assert_equal(x.grad, expected.grad)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize("num_other", [1, 2, 3, 4, 5])
+def test_a_function_that_differs_in_its_first_runs_raises(num_other: int) -> None:
+    runs = itertools.count()
+    with pytest.raises(RerunMismatchError, match="has other values"):
+        ours(lambda x: (x * min(next(runs), num_other)).exp(), leaf(3)).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +249,11 @@ def test_a_rerun_runs_under_no_mode_of_an_audit() -> None:
     ours(function, leaf(3)).sum().backward()
 
 
-def test_hooks_that_give_other_bytes_back_are_not_blamed() -> None:
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_hooks_that_give_other_bytes_back_are_not_blamed(depth: int) -> None:
+    def nested(x: Tensor, depth: int) -> Tensor:
+        return ours(nested, x * 1.0, depth - 1).sin() if depth else x.exp().sin()
+
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.to(torch.bfloat16), lambda t: t.to(torch.float32)):
-        y = ours(lambda x: x.exp().sin(), torch.tensor([0.11, 0.22, 0.33], requires_grad=True))
+        y = ours(nested, torch.tensor([0.11, 0.22, 0.33], requires_grad=True), depth)
     y.sum().backward()
