@@ -72,7 +72,10 @@ def _made(name: str, budget: float | str | None = None, *, total: bool = False, 
 def _plain(name: str, *, total: bool = False) -> tuple[list[Tensor], int, int]:
     """Return gradients, the peak of a plain step, and that of one in which all blocks are checkpointed."""
     ((gradients, plain_bytes),) = _steps(_made(name), 1, total=total)
+    before = actckpt.configure().audit
+    actckpt.configure(audit="off")  # blocks that keep states in attributes do not repeat their forward
     *_, (_, checkpointed_bytes) = _steps(_made(name, policy="recompute"), 2, total=total)
+    actckpt.configure(audit=before)
     return gradients, plain_bytes, checkpointed_bytes
 
 
@@ -92,7 +95,7 @@ def _check(
         assert_equal(gradients, expected)
         plan = actckpt.report(program[0]).plan
         if number == 1 and plan is not None and on_device.device_type == "cpu" and name not in _SEVERAL_KINDS:
-            assert peak <= 1.02 * plan.budget_bytes + _AUDIT_BYTES
+            assert peak <= 1.02 * plan.budget_bytes
         if number >= num_first:
             assert peak <= plan.budget_bytes or name in _SEVERAL_KINDS
             assert isinstance(budget, str) or peak <= budget

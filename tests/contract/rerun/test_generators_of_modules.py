@@ -120,6 +120,7 @@ def test_a_generator_is_as_it_was_after_a_rerun_that_raises() -> None:
     assert_equal(module.noise.generator().get_state(), state)
 
 
+@pytest.mark.usefixtures("no_audit")
 @pytest.mark.parametrize("method", [theirs, ours])
 def test_without_preserve_rng_state_the_rerun_draws_on(method: Checkpoint) -> None:
     block = Block("attribute")
@@ -129,6 +130,7 @@ def test_without_preserve_rng_state_the_rerun_draws_on(method: Checkpoint) -> No
     assert not torch.equal(block.noise.generator().get_state(), state)
 
 
+@pytest.mark.usefixtures("no_audit")
 def test_of_a_long_list_the_first_64_are_looked_at() -> None:
     """As docs/differences.md says; a bound, so that regions of modules that keep long lists are not slow."""
 
@@ -256,6 +258,7 @@ def test_a_module_that_the_forward_makes_keeps_its_generator() -> None:
     assert_equal(*results)
 
 
+@pytest.mark.usefixtures("no_audit")
 def test_what_took_the_place_of_something_else_is_let_alone() -> None:
     """What stood there is not known: the rerun finds the generator as it is, and not nothing."""
 

@@ -97,7 +97,7 @@ def _audited_calls(function: Callable[..., Tensor], num_calls: int) -> list[int]
     raised = []
     for call in range(1, num_calls + 1):
         try:
-            ours(function, leaf(3)).sum().backward()
+            ours(function, torch.tensor([0.1, 0.2, 0.3], requires_grad=True)).sum().backward()
         except RerunMismatchError:
             raised.append(call)
     return raised
@@ -109,9 +109,11 @@ def _audited_calls(function: Callable[..., Tensor], num_calls: int) -> list[int]
 @pytest.mark.parametrize("kind", ["function", "module"])
 def test_settings_say_which_calls_are_audited(audit: Any, audited: list[int], kind: str) -> None:
     actckpt.configure(audit=audit)  # until the fixture of all tests puts it back
-    module = type("Counts", (nn.Module,), {"forward": lambda _, x: IMPURE["a counter"](x)})()
-    code = f"lambda x: impure(x * {1 / (1 + len(audited))})"  # of its own in each case: calls are counted by code
-    function = module if kind == "module" else eval(code, {"impure": IMPURE["a counter"]})
+    runs = itertools.count(1)
+    impure = lambda x: (x * next(runs)).exp()  # noqa: E731
+    module = type("Counts", (nn.Module,), {"forward": lambda _, x: impure(x)})()
+    code = f"lambda x: impure(x) * {1 + len(audited)}"  # of its own in each case: calls are counted by code
+    function = module if kind == "module" else eval(code, {"impure": impure})
     assert _audited_calls(function, 10) == audited
 
 
