@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from on_device import memory_of
-from oracle import operators_of_audit
+from oracle import num_checksums
 from torch import Tensor, nn
 from transformer_block import Block
 
@@ -89,7 +89,7 @@ def test_what_is_kept_since_recomputing_it_holds_more_leaves_no_checksum() -> No
         reasons.extend(reason for row in region.report().rows for reason in row.not_replayed)
         torch.autograd.grad(result, (x, weight))
 
-    assert operators_of_audit(program) == 0
+    assert num_checksums(program) == 0
     assert reasons.count("recomputing it would hold more bytes") == 2
 
 
