@@ -3,18 +3,13 @@
 Imported once, for its effect.
 """
 
-import functools
-import sys
 import threading
-import types
-from collections import deque
 from typing import Any
 
 import torch
 
 from actckpt import _C
 from actckpt._core import devices, extensions, messages, modes, random_state, rescue, sites, state, torch_private
-from actckpt._core.functions import global_names
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, sources, stores
 from actckpt._replay import (
@@ -45,15 +40,7 @@ NAMES: dict[str, Any] = {
     "module_call": torch.nn.Module.__call__,
     "fake_tensor_type": torch_private.fake_tensor_type,
     "storage_type": torch.UntypedStorage,
-    # Containers and objects reachable from a region (csrc/rerun/object_state.h).
     "generator_type": torch.Generator,
-    "partial_type": functools.partial,
-    "deque_type": deque,
-    "namespace_type": types.SimpleNamespace,
-    "lock_types": (type(threading.Lock()), type(threading.RLock())),
-    # Packages whose objects are not recorded: the standard library's, except collections and namespaces.
-    "left_alone": frozenset(sys.stdlib_module_names - {"argparse", "collections", "types"}),
-    "global_names": global_names,
     # The lock that serializes reruns of a region.
     "lock_type": threading.RLock,
     # Whether backward may clear a saved tensor that it gets.

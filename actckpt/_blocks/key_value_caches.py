@@ -2,9 +2,9 @@
 
 Transformers models create a cache in every forward (`use_cache` is True by default) and pass it to each block, which
 appends keys and values. Training does not read the cache, but it keeps its contents alive until backward. In a forward
-without backward it refers to the regions that wrote it (NOTE [ Object state ], Rule 3). The library's own checkpointing
-removes the cache from the arguments of its layers in training, and does not checkpoint in evaluation. `apply` does the
-same for the same layers. A non-empty cache stays: reruns find it as their forward did.
+without backward it refers to the regions that wrote it (NOTE [ Inputs of a region ], Rule 3). The library's own
+checkpointing removes the cache from the arguments of its layers in training, and does not checkpoint in evaluation.
+`apply` does the same for the same layers. A non-empty cache stays: a rerun of a block that fills it raises.
 """
 
 import inspect
@@ -14,8 +14,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import Tensor
 
 from actckpt import _C
+from actckpt._core.reachable import Reached, reachable
 from actckpt._core.sites import warn_once
 from actckpt._core.warning_texts import WarningText
 from actckpt.errors import BlocksError
@@ -83,8 +85,8 @@ def _taken(block: torch.nn.Module, name: str, value: Any, kind: Any) -> Any:
 
 def _is_empty(cache: Any) -> bool:
     """Whether a cache is empty. Reads only shapes, so it does not wait for a device."""
-    tensors = _C.Structure((cache,), set(), []).take_tensors()
-    return not any(tensor.dim() > 1 and tensor.numel() > 0 for tensor in tensors)
+    found = (reached.value for reached in reachable([Reached("", cache)]))
+    return not any(isinstance(each, Tensor) and each.dim() > 1 and each.numel() > 0 for each in found)
 
 
 def _warn(text: WarningText, block: torch.nn.Module) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._blocks.arguments import first_tensor
 from actckpt._core import torch_private
+from actckpt._core.reachable import Contents, Reached, reachable
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
@@ -74,7 +75,8 @@ def isolate(
     own = [value for _, found in attributes for key, value in found.items() if key not in _NOT_ITS_OWN]
     hooks = [hook for m in modules for found in (m._forward_pre_hooks, m._forward_hooks) for hook in found.values()]
     # Hooks that collect module outputs store them in closures and context variables.
-    structure = _C.Structure((arguments, *own, *hooks, *contextvars.copy_context().values()), set(), [])
+    roots = (arguments, *own, *hooks, *contextvars.copy_context().values())
+    contents = Contents.of(reachable(Reached("", root) for root in roots))
     tensors = [(entries, dict(entries)) for module in modules for entries in (module._parameters, module._buffers)]
     bits = [(storage, storage.clone()) for storage in written.values()]
     lent = _Lent(written)
@@ -87,7 +89,7 @@ def isolate(
         with _without_outer_hooks(), casts:
             yield _with_tensors(arguments, lent.lend), lent.leaves
     finally:
-        structure.swap_in()
+        contents.restore()
         for now, found in [*attributes, *tensors]:
             _put_back(now, found)
         for storage, found_bits in bits:
@@ -99,17 +101,8 @@ def isolate(
 
 def _generators_in(values: Iterable[Any]) -> list[torch.Generator]:
     """Return the generators among values, in containers and in object attributes."""
-    left, seen = list(values), set()
-    generators: dict[int, torch.Generator] = {}
-    while left:
-        value = left.pop()
-        if isinstance(value, torch.Generator):
-            generators[id(value)] = value
-        elif isinstance(value, (dict, list, tuple, set)) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
-    in_objects = _C.Structure(tuple(values), set(), []).take_generators()
-    return list(({id(generator): generator for generator in in_objects} | generators).values())
+    found = (reached.value for reached in reachable(Reached("", value) for value in values))
+    return [value for value in found if isinstance(value, torch.Generator)]
 
 
 def _without_outer_hooks() -> contextlib.AbstractContextManager[object]:

@@ -7,7 +7,7 @@ Then the first block of each structure (operators, shapes, dtypes, gradient flow
 times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
 parameter hook and no other block is touched. Backward goes only to those inputs and parameters. It also goes to the
 input of a model's first block if that changes nothing else: the block then shares the profile of later ones. Containers
-and objects are as the forward found them (NOTE [ Object state ]). Afterwards random state, module attributes, and the
+are as the forward found them (NOTE [ Inputs of a region ]). Afterwards random state, module attributes, and the
 containers and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote
 to in place get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and
 `actckpt.stats` does not count them. For sizes up to four times larger or smaller the block does not run again. Its

@@ -1,8 +1,7 @@
 """A module call that is held so that an extension, which builds the graph itself, can repeat it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,9 +67,7 @@ class HeldCall:
             yield
 
 
-def tensors_of(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(call: Call) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors reachable from a call, each with a description of where it is."""
-    for place, tensor, _ in Survey(function, args, kwargs).tensors:
+    for place, tensor, _ in Survey(call).tensors:
         yield place, tensor

@@ -3,17 +3,22 @@
 NOTE [ Inputs of a region ]
 
 Rule 1. A rerun gets the same objects as the forward: tensors, containers, functions. Every tensor among args, kwargs
-and their containers, and in the function's closure cells, defaults and `partial` arguments, is watched. If it was
-changed in place, or given other memory (`.data`, `swap_tensors`), the rerun raises. torch's checkpoint watches
-positional tensors only, and computes wrong gradients for the others. For the contents of containers and objects see
-NOTE [ Object state ].
-Rule 2. A closure variable that is rebound after the forward (a loop variable) does not affect the rerun: the function,
-or a function among its arguments, is called with the forward's value. A variable that the forward itself rebinds has,
-during a rerun, its value from before the forward.
-Rule 3. A global variable that the function names and that holds a tensor must not be changed, except by the forward
-itself. It may be rebound: NOTE [ Object state ].
+and their containers, and in the function's closure cells, defaults and `partial` arguments, is watched, and so is one
+in a global variable that the function names, unless the forward itself changes it. If it was changed in place, or given
+other memory (`.data`, `swap_tensors`), the rerun raises. torch's checkpoint watches positional tensors only, and
+computes wrong gradients for the others.
+Rule 2. During a rerun, lists, dicts, sets and deques of the call, and closure variables, hold what they held when the
+forward began. Afterwards they hold again what they held before the rerun. So it does not matter whether the forward or
+code after it changed them, and nothing is appended twice. Such reruns run one at a time, as those that restore random
+state do. Objects, their attributes and global variables are not restored: a function that changes them is not pure,
+which the audit finds (NOTE [ Audit of reruns ]).
+Rule 3. Only the identity of what containers hold is recorded. A tensor that only objects lead to may change as long as
+no rerun reads it: once one has changed, reruns run under a mode that raises at a read. The region holds what the
+forward found, never what it left: that may lead to the region's saved tensors, which own the region, and Python's
+collector does not see cycles through autograd nodes. Nor does it hold the graph of a tensor that the forward displaced:
+the previous call may have left it, and its graph would own that call's region.
 Rule 4. Parameters of the called module (or of the module whose `forward` is called) must be unchanged in a rerun
-(csrc/rerun/parameters.h). Buffers may change: NOTE [ Buffers ].
+(csrc/rerun/parameters.h). Buffers may change: NOTE [ Buffers ]. Modules are found in objects and global variables, too.
 Rule 5. If saved-tensor hooks were active at opening (an outer checkpoint, `save_on_cpu`), tensors go through them. The
 region holds only the packed objects, so an outer checkpoint frees the inner one's inputs. See packed.py.
 Rule 6. Inference tensors have no version counter. A rerun gets a copy of such a module argument, and of such a tensor
@@ -22,9 +27,8 @@ under Rule 5. If it gets the object itself, or if a parameter is one, it is comp
 
 import dataclasses
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,10 +37,11 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import messages
-from actckpt._core.functions import contents_of, global_names, is_of_module
+from actckpt._core.functions import contents_of
+from actckpt._core.reachable import Contents, Reached, is_container, reachable
 from actckpt._core.tensor_changes import Watched
 from actckpt._rerun.buffers import Buffers, Stale
-from actckpt._rerun.object_state import modules_as_found, reads_checked, structure_as_found
+from actckpt._rerun.module_state import modules_as_found, reads_checked
 
 __all__ = [
     "Inputs",
@@ -45,69 +50,40 @@ __all__ = [
     "Survey",
 ]
 
-_PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
-
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
 class Survey:
-    """Everything reachable from a region's function and arguments, each object once."""
+    """Everything reachable from a region's function and arguments, each object once.
 
-    def __init__(self, function: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        #: Tensors, where they were found, and whether in a global variable.
-        self.tensors: list[tuple[str, Tensor, bool]] = []
-        self.generators: list[torch.Generator] = []
-        self.functions: list[types.FunctionType] = []
-        self._seen: set[int] = set()
-        for i, value in enumerate(args):
-            self._visit(value, f"Argument {i}")
-        for name, value in kwargs.items():
-            self._visit(value, f"Keyword argument {name!r}")
-        self._visit(function, "The function")
+    Args:
+        left_alone: objects that reruns find as they are, with all that they lead to.
+    """
+
+    def __init__(self, call: Call, left_alone: Sequence[Any] = ()) -> None:
+        function, args, kwargs = call
+        roots = [Reached(f"Argument {i}", value) for i, value in enumerate(args)]
+        roots += [Reached(f"Keyword argument {name!r}", value) for name, value in kwargs.items()]
+        found = list(reachable([*roots, Reached("The function", function)], left_alone))
+        inside = [reached for reached in found if not reached.is_outside]
+        tensors = _of(Tensor, found)
+        #: Tensors of the call, where they were found, and whether in a global variable.
+        self.tensors = [
+            (each.place, each.value, each.is_global) for each in tensors if each.is_global or not each.is_outside
+        ]
+        #: Tensors that only objects lead to, and where.
+        self.outside = [(each.place, each.value) for each in tensors if each.is_outside and not each.is_global]
         #: Non-CPU devices of all tensors found, without repeats, including packed ones.
-        self.devices = list(dict.fromkeys(tensor.device for _, tensor, _ in self.tensors if not tensor.is_cpu))
-
-    def _visit(self, value: Any, place: str, *, is_global: bool = False) -> None:
-        if type(value) in _PLAIN or id(value) in self._seen or isinstance(value, type):
-            return
-        self._seen.add(id(value))
-        if isinstance(value, Tensor):
-            self.tensors.append((place, value, is_global))
-        elif isinstance(value, torch.Generator):
-            self.generators.append(value)
-        elif not is_of_module(value):
-            if isinstance(value, types.FunctionType):
-                self.functions.append(value)
-                for name in global_names(value.__code__):
-                    held = value.__globals__.get(name)
-                    if isinstance(held, Tensor):
-                        self._visit(held, f"Global variable {name!r} that {value.__name__} reads", is_global=True)
-            for inner_place, part in _parts(value, place):
-                self._visit(part, inner_place)
+        self.devices = list(dict.fromkeys(each.value.device for each in tensors if not each.value.is_cpu))
+        self.generators = [each.value for each in _of(torch.Generator, found)]
+        self.modules = [each.value for each in _of(torch.nn.Module, found)]
+        self.functions = [each.value for each in _of(types.FunctionType, inside)]
+        #: Containers of the call that can be changed.
+        self.containers = [each.value for each in inside if is_container(each.value)]
 
 
-def _parts(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a container or function, each with its location."""
-    if isinstance(value, types.FunctionType):
-        name = value.__name__
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield f"Variable {variable!r} in the closure of {name}", contents_of(cell)
-        yield f"The defaults of {name}", (value.__defaults__, value.__kwdefaults__)
-    elif isinstance(value, types.MethodType):
-        yield place, value.__func__
-    elif isinstance(value, partial):
-        yield place, value.func
-        yield f"{place}, arguments of partial", value.args
-        yield f"{place}, keywords of partial", value.keywords
-    elif isinstance(value, dict):
-        yield from ((f"{place}[{key!r}]", part) for key, part in value.items())
-    elif isinstance(value, tuple | list | deque):
-        yield from ((f"{place}[{i}]", part) for i, part in enumerate(value))
-    elif isinstance(value, set | frozenset):
-        yield from ((f"{place}, an element", part) for part in value)
-    elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-        yield from ((f"{place}.{name}", getattr(value, name, None)) for name in names)
+def _of(kind: type, found: list[Reached]) -> list[Reached]:
+    return [reached for reached in found if issubclass(type(reached.value), kind)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,10 +93,8 @@ class Restored:
     call: Call
     #: The tensors among them.
     tensors: Sequence[Tensor] = ()
-    #: Cells and the values that they hold during the rerun (Rule 2).
+    #: Cells and the values that they hold when the rerun begins (Rule 2).
     cells: Sequence[tuple[types.CellType, Any]] = ()
-    #: Cells that the forward did not rebind.
-    unchanged_cells: Sequence[tuple[types.CellType, Any]] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,6 +110,7 @@ class Originals:
     def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
         self._call = call
         self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
+        self.argument_ids = set(map(id, call[1])) | set(map(id, call[2].values()))
         functions = survey.functions if watch_cells else []
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
@@ -173,7 +148,7 @@ class Originals:
         if rebound:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
-        return Restored(call, self.tensors, self._rebound, unchanged)
+        return Restored(call, self.tensors, [*self._rebound, *unchanged])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -248,42 +223,31 @@ class _Rebinding:
 
 
 class Inputs:
-    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
+    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ].
 
-    __slots__ = ("_buffers", "_held", "_object_tensors", "_structure", "devices", "generators", "name", "parameters")
+    Args:
+        rebuilt_ids: id() of the containers that are built again for each rerun.
+    """
 
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], structure: "_C.Structure") -> None:
+    __slots__ = ("_buffers", "_contents", "_held", "_outside", "devices", "generators", "name", "parameters")
+
+    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], rebuilt_ids: set[int]) -> None:
         self._held = held
-        self._structure = structure
+        self._contents = Contents(each for each in survey.containers if id(each) not in rebuilt_ids)
+        self._outside = [(place, Watched(tensor)) for place, tensor in survey.outside]
         #: The function's name, for error messages.
         self.name = messages.name_of(function)
-        #: `torch.Generator`s among the inputs and in module attributes.
-        self.generators = survey.generators
         self.devices = survey.devices
-        #: Tensors that are reachable only through objects.
-        self._object_tensors: list[Watched] = []
-        self._add_what_objects_hold(survey, structure)
-        self.parameters = _C.Parameters(function, structure.modules)
-        self._add_generators(self.parameters.generators)
+        self.parameters = _C.Parameters(function, survey.modules)
+        #: `torch.Generator`s among the inputs and in module attributes, without repeats.
+        self.generators = list(dict.fromkeys([*survey.generators, *self.parameters.generators]))
         buffered = self.parameters.buffered
         self._buffers = Buffers(buffered) if buffered else None
 
-    def _add_what_objects_hold(self, survey: Survey, structure: "_C.Structure") -> None:
-        if tensors := structure.take_tensors():
-            known = {id(tensor) for _, tensor, _ in survey.tensors}
-            self._object_tensors = [Watched(tensor) for tensor in tensors if id(tensor) not in known]
-            devices = (watched.tensor.device for watched in self._object_tensors if not watched.tensor.is_cpu)
-            self.devices = list(dict.fromkeys([*survey.devices, *devices]))
-        self._add_generators(structure.take_generators())
-
-    def _add_generators(self, generators: list[torch.Generator]) -> None:
-        if generators:
-            self.generators = list(dict.fromkeys([*self.generators, *generators]))
-
     @property
     def is_swapped(self) -> bool:
-        """Whether reruns temporarily change state that others see (Rule 1 of NOTE [ Object state ])."""
-        return self._buffers is not None or not self._structure.is_empty
+        """Whether reruns temporarily change what others see (Rule 2)."""
+        return self._buffers is not None or not self._contents.is_empty
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to call in the forward instead of `function`."""
@@ -292,10 +256,19 @@ class Inputs:
     def forward_done(self) -> None:
         """Record what the forward itself rebound or changed, and the parameters after it."""
         self.parameters.forward_done()
-        kept = self._structure.forward_done()
-        self._held.forward_done(kept)
-        for watched in self._object_tensors if kept else ():
-            watched.hold_instead(kept.get(id(watched.tensor), watched.tensor))
+        aliases: dict[int, Tensor] = {}
+        arguments = self._held.argument_ids
+
+        def without_graph(value: Any) -> Any:
+            if id(value) in arguments or not isinstance(value, Tensor):
+                return value
+            alias = _C.without_graph(value)
+            return value if alias is value else aliases.setdefault(id(value), alias)
+
+        self._contents.note_changes(without_graph)
+        self._held.forward_done(aliases)
+        for _, watched in self._outside if aliases else ():
+            watched.hold_instead(aliases.get(id(watched.tensor), watched.tensor))
         if self._buffers is not None:
             self._buffers.forward_done()
 
@@ -313,40 +286,30 @@ class Inputs:
         """The tensors that are held directly."""
         return self._held.tensors if isinstance(self._held, Originals) else []
 
-    def is_half_done(self, restored: Restored) -> bool:
-        """Whether a rerun has yet to undo a change that its forward undid too (Rule 6 of NOTE [ Object state ])."""
-        is_bound_anew = any(contents_of(cell) is not value for cell, value in restored.unchanged_cells)
-        return is_bound_anew or self._structure.is_half_done()
-
-    def as_found(self, *, checks: bool) -> AbstractContextManager[Any]:
-        """Return the context of a rerun: containers, objects and modules are as the forward found them.
+    @contextmanager
+    def as_found(self, *, checks: bool) -> Iterator[None]:
+        """Run the body, of a rerun, with containers and modules as the forward found them.
 
         Args:
-            checks: raise if an operator reads state that could not be restored.
+            checks: raise if an operator reads a tensor of an object that was changed, or a buffer that could not be
+                restored.
         """
-        are_modules_as_found = self._buffers is None or self._buffers.are_as_found()
-        are_modules_as_found = are_modules_as_found and not self.parameters.check(False, True)
-        changed = [watched for watched in self._object_tensors if watched.is_changed() or watched.has_other_memory()]
-        if are_modules_as_found and self._structure.is_empty and not changed:
-            return _NOTHING
-        stale = [self._stale(watched) for watched in changed]
-        return self._swapped(stale, checks=checks)
-
-    @contextmanager
-    def _swapped(self, stale: list[Stale], *, checks: bool) -> Iterator[None]:
+        changed = [it for it in self._outside if it[1].is_changed() or it[1].has_other_memory()]
+        stale = [Stale(watched.tensor, watched.version, place, _ADVICE) for place, watched in changed]
+        are_as_found = self._buffers is None or self._buffers.are_as_found()
+        if are_as_found and not stale and not self.parameters.check(False, True):
+            with self._contents.restored():
+                yield
+            return
         with (
             modules_as_found(self.parameters, self._buffers) as stale_buffers,
-            structure_as_found(self._structure),
+            self._contents.restored(),
             reads_checked([*stale, *stale_buffers] if checks else [], self.name),
         ):
             yield
 
-    def _stale(self, watched: Watched) -> Stale:
-        advice = (
-            "Change a clone instead, or run backward before changing it. What the function itself changes in place "
-            'belongs into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
-        )
-        return Stale(watched.tensor, watched.version, self._structure.place_of(watched.tensor), advice)
 
-
-_NOTHING = nullcontext()
+_ADVICE = (
+    "Change a clone instead, or run backward before changing it. What the function itself changes in place belongs "
+    'into a module\'s buffer. Or pass a policy, or determinism_check="none" if the change does no harm.'
+)

@@ -107,10 +107,11 @@ class _HeldCell:
 class Packed:
     """See NOTE [ Packed inputs ]."""
 
-    def __init__(self, call: Call, survey: Survey, hooks: Any) -> None:
+    def __init__(self, call: Call, survey: Survey, hooks: Any, exclusive_ids: set[int]) -> None:
         function, args, kwargs = call
         staying_ids = set() if get_all_leaves(hooks) else _staying_ids(survey, args)
-        holding = _Holding(hooks, _C.exclusive_ids(args, kwargs), staying_ids)
+        holding = _Holding(hooks, exclusive_ids, staying_ids)
+        self.argument_ids = set(map(id, args)) | set(map(id, kwargs.values()))
         #: None once the forward is done: what was packed knows its hook, and nothing else may keep them alive.
         self._holding: _Holding | None = holding
         self._function = holding.hold(function)
@@ -366,10 +367,9 @@ def held_inputs(
         hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
         left_alone: objects that reruns find as they are, whatever of them the function reaches.
     """
-    survey = Survey(function, args, kwargs)
-    outer = torch_private.outer_hooks() or hooks
     call = (function, args, kwargs)
-    held = Originals(call, survey) if outer is None else Packed(call, survey, outer)
-    rebuilt_ids = held.rebuilt_ids if isinstance(held, Packed) else set()
-    structure = _C.Structure((function, *args, *kwargs.values()), rebuilt_ids, list(left_alone))
-    return Inputs(held, survey, function, structure)
+    outer = torch_private.outer_hooks() or hooks
+    exclusive_ids = set() if outer is None else _C.exclusive_ids(args, kwargs)  # before the survey refers to them
+    survey = Survey(call, left_alone)
+    held = Originals(call, survey) if outer is None else Packed(call, survey, outer, exclusive_ids)
+    return Inputs(held, survey, function, held.rebuilt_ids if isinstance(held, Packed) else set())

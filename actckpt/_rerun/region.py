@@ -29,9 +29,10 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import extensions, messages, pressure, random_state, state
+from actckpt._core.functions import EMPTY_CELL, contents_of
 from actckpt._rerun.audit import RerunAudit
 from actckpt._rerun.inputs import Inputs
-from actckpt._rerun.object_state import modules_as_found, reads_checked
+from actckpt._rerun.module_state import modules_as_found, reads_checked
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "refill"]
@@ -110,7 +111,6 @@ class Region:
         restored = self.inputs.restore()
         function, args, kwargs = restored.call
         self.restored = restored.tensors
-        refill.stop_if(lambda: not self.inputs.is_half_done(restored))
         try:
             with (
                 self.random.swapped_in() if self.random is not None else nullcontext(),
@@ -132,13 +132,19 @@ class Region:
 @contextmanager
 def _filled(cells: Sequence[tuple[CellType, Any]]) -> Iterator[None]:
     """Run the body with these contents of closure cells (NOTE [ Inputs of a region ], Rule 2)."""
-    outside = [(cell, cell.cell_contents) for cell, _ in cells]
+    outside = [(cell, contents_of(cell)) for cell, _ in cells]
     try:
-        for cell, value in cells:
-            cell.cell_contents = value
+        _fill(cells)
         yield
     finally:
-        for cell, value in outside:
+        _fill(outside)
+
+
+def _fill(cells: Sequence[tuple[CellType, Any]]) -> None:
+    for cell, value in cells:
+        if value is EMPTY_CELL:
+            del cell.cell_contents
+        else:
             cell.cell_contents = value
 
 

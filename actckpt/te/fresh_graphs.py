@@ -69,7 +69,7 @@ def _check_no_others(
     forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Tensor], parameters: list[Any]
 ) -> None:
     known = {id(tensor) for tensor in (*inputs, *parameters)}
-    for place, tensor in tensors_of(forward, args, kwargs):
+    for place, tensor in tensors_of((forward, args, kwargs)):
         if tensor.requires_grad and id(tensor) not in known:
             raise _lost_gradient(f"{place}, a tensor of shape {tuple(tensor.shape)}")
 

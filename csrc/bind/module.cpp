@@ -40,7 +40,6 @@
 #include "rerun/exclusive.h"
 #include "rerun/frame.h"
 #include "rerun/held.h"
-#include "rerun/object_state.h"
 #include "rerun/parameters.h"
 #include "rerun/refill.h"
 #include "rerun/region.h"
@@ -80,7 +79,6 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_mode_functions(module);
   actckpt::add_read_functions(module);
   actckpt::add_exclusive_functions(module);
-  actckpt::add_structure_type(module);
   actckpt::add_swap_functions(module);
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);

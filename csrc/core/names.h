@@ -45,7 +45,6 @@ namespace actckpt {
   X(for_value, "for_value") \
   X(forward_done, "forward_done") \
   X(found, "found") \
-  X(func, "func") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
   X(is_away, "is_away") \
@@ -57,7 +56,6 @@ namespace actckpt {
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
   X(is_view, "is_view") \
-  X(keywords, "keywords") \
   X(leave_out_audit, "leave_out_audit") \
   X(locals, "f_locals") \
   X(makes_one, "makes_one") \
@@ -111,12 +109,6 @@ namespace actckpt {
   X(fake_tensor_type) \
   X(storage_type) \
   X(generator_type) \
-  X(partial_type) \
-  X(deque_type) \
-  X(namespace_type) \
-  X(lock_types) \
-  X(left_alone) \
-  X(global_names) \
   X(lock_type) \
   X(clears_saved) /* list of callables: see actckpt/_core/extensions.py */ \
   X(state_getters) \

@@ -14,7 +14,6 @@ namespace {
 struct RefillObject {
   PyObject_HEAD py::object frame;  // FrameObject
   py::object error;                // the first mismatch
-  py::object may_stop;             // returns whether the rerun may stop now; null: always
   std::unique_ptr<Values> values;
   std::vector<long long> external_tensors;  // their versions at the start of the rerun
   std::size_t num_packed;
@@ -73,13 +72,6 @@ py::object detached(PyObject* tensor, bool needs_grad) {
 // An operator saves at most this many tensors before it runs, one of which it fills.
 constexpr std::size_t kSavedBeforeFilled = 2;
 
-// Whether all needed values are there, and the function is not in the middle of an operator or a change.
-bool is_done(RefillObject* refill, std::size_t num_packed) {
-  if (!refill->early_stop || num_packed < refill->num_needed) return false;
-  if (refill->may_stop && call(refill->may_stop.ptr()).ptr() != Py_True) refill->early_stop = false;
-  return refill->early_stop;
-}
-
 PyObject* pack(RefillObject* refill, PyObject* tensor) {
   // Detached: a value must not keep the rerun's graph alive. The rerun's graph gets the alias too, since user code may
   // run a backward of its own inside the region.
@@ -115,7 +107,7 @@ PyObject* pack(RefillObject* refill, PyObject* tensor) {
     entry.state = Refilled::State::kHeld;
     entry.needs_grad = needs_grad;
   }
-  if (is_done(refill, index + 1)) {
+  if (refill->early_stop && index + 1 >= refill->num_needed) {
     refill->values->first_of_last = index + 1 - std::min(index + 1, kSavedBeforeFilled);
     return stop(refill);
   }
@@ -149,18 +141,12 @@ PyObject* refill_run_to_the_end(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* refill_stop_if(PyObject* self, PyObject* may_stop) {
-  refill_of(self)->may_stop = py::reinterpret_borrow<py::object>(may_stop);
-  Py_RETURN_NONE;
-}
-
 void refill_dealloc(PyObject* self) {
   RefillObject* refill = refill_of(self);
   using OwnedValues = std::unique_ptr<Values>;
   using Versions = std::vector<long long>;
   refill->external_tensors.~Versions();
   refill->values.~OwnedValues();
-  refill->may_stop.~object();
   refill->error.~object();
   refill->frame.~object();
   PyTypeObject* type = Py_TYPE(self);
@@ -168,11 +154,9 @@ void refill_dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyMethodDef refill_methods[] = {
-    {"pack", refill_pack, METH_O, "Pack hook of the rerun."},
-    {"stop_if", refill_stop_if, METH_O, "stop_if(may_stop): end early only where this returns True, else at the end."},
-    {"run_to_the_end", refill_run_to_the_end, METH_NOARGS, "Do not stop this rerun early."},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef refill_methods[] = {{"pack", refill_pack, METH_O, "Pack hook of the rerun."},
+                                {"run_to_the_end", refill_run_to_the_end, METH_NOARGS, "Do not stop this rerun early."},
+                                {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef getset[] = {{"frame", refill_get_frame, nullptr, "The frame that is refilled.", nullptr},
                         {"error", refill_get_error, nullptr, "The first mismatch, or None.", nullptr},
@@ -220,7 +204,6 @@ py::object new_refill(FrameObject* frame, std::size_t index, const py::object& k
   if (refill == nullptr) throw py::error_already_set();
   new (&refill->frame) py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
   new (&refill->error) py::object();
-  new (&refill->may_stop) py::object();
   new (&refill->values) std::unique_ptr<Values>(std::make_unique<Values>());
   new (&refill->external_tensors) std::vector<long long>();
   refill->values->key = key;
@@ -287,7 +270,6 @@ void close_refill(const py::object& object) noexcept {
   refill->stopped = true;
   // Freed here: that can run Python.
   const py::object frame = std::move(refill->frame), error = std::move(refill->error);
-  const py::object may_stop = std::move(refill->may_stop);
   const std::unique_ptr<Values> values = std::move(refill->values);
 }
 

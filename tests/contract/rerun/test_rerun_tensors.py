@@ -170,7 +170,7 @@ def test_an_inference_tensor_of_an_object_that_was_changed_raises_where_it_is_re
     y = ours(OBJECT_PROGRAMS[program], leaf(3), o)
     with torch.inference_mode():
         o.t.add_(1)
-    with pytest.raises(actckpt.errors.InputChangedError, match=r"(?s)'t' of a Holder.*inference tensor"):
+    with pytest.raises(actckpt.errors.InputChangedError, match=r"(?s)Argument 1\.t.*inference tensor"):
         y.sum().backward()
 
 
@@ -178,7 +178,7 @@ def test_a_subclass_tensor_of_an_object_that_was_changed_raises() -> None:
     o = Holder(t=TwoTensor(torch.ones(3), torch.ones(3)))
     y = ours(lambda x, o: x.exp() + o.t.a, leaf(3), o)
     o.t.add_(1)
-    with pytest.raises(actckpt.errors.InputChangedError, match="'t' of a Holder"):
+    with pytest.raises(actckpt.errors.InputChangedError, match=r"Argument 1\.t,"):
         y.sum().backward()
 
 
@@ -218,9 +218,7 @@ def test_a_tensor_of_an_object_that_the_function_reads_and_changes_raises() -> N
         return (x + o.t).exp()
 
     y = ours(region, leaf(3), Holder(t=torch.ones(3)))
-    with pytest.raises(
-        actckpt.errors.InputChangedError, match=r"(?s)Attribute 't' of a Holder.*version 4.*version 0.*buffer"
-    ):
+    with pytest.raises(actckpt.errors.InputChangedError, match=r"(?s)Argument 1\.t.*version 4.*version 0.*buffer"):
         y.sum().backward()
 
 

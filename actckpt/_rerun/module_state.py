@@ -1,31 +1,8 @@
-"""State of containers, objects and modules at the forward, restored for reruns.
+"""Modules of a region as its forward found them, for reruns.
 
-NOTE [ Object state ]
-
-Rule 1. Restored are the contents that the forward found in lists, dicts, sets, deques and object attributes reachable
-from function and arguments (csrc/rerun/object_state.h), and in the global variables that the function names. It does
-not matter who changed them: the forward (which appended to a key-value cache) or code after it. The current contents
-are put back when the rerun ends, also after an error. So nothing is appended twice, and nobody outside sees a rerun.
-Such reruns run one at a time, as those that restore random state do.
-Rule 2. Only object identities are recorded. Tensors in containers are watched (NOTE [ Inputs of a region ], Rule 1). A
-tensor reachable only through objects may change as long as no rerun reads it: once one has changed, reruns run under
-`_StaleReads`. Reads of subclasses and sparse tensors cannot be seen, so a change of those raises.
-Rule 3. The region holds what the forward found, never what it left. That may lead to the region's saved tensors, which
-own the region, and Python's collector does not see cycles through autograd nodes. Nor does it hold the graph of a
-tensor that the forward displaced: the previous call may have left the tensor, and its graph would own that call's
-region.
-Rule 4. These are excluded:
-- module attributes: frameworks keep state there that a second call must see as the first one left it;
-- objects of torch's and the standard library's classes, except namespaces and collections;
-- objects with their own lock, which other threads use;
-- what random state trackers hold, and everything beyond 10,000 entries of objects;
-- globals that only functions of other files name.
-Rule 5. A replaced parameter, buffer or module (`functional_call`) is put back for the rerun. So is the previous value
-of an attribute that now holds a generator: one that a module makes in its first forward has advanced since. Another
-thread that runs the same module meanwhile sees these too. For buffers that a forward changes see NOTE [ Buffers ].
-Rule 6. A rerun that stops early may lie between a change and its undoing (`self.depth += 1 ... self.depth -= 1`).
-Containers are put back anyway. Attributes, globals and closure variables may have been set by others meanwhile. For
-those, the rerun runs to its end, where the function undoes its own change and no other.
+A replaced parameter, buffer or module (`functional_call`) is put back for the rerun, and so is the training mode.
+Another thread that runs the same module meanwhile sees these, too. For buffers that a forward changes see
+NOTE [ Buffers ]; one that could not be copied must not be read (`reads_checked`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,25 +19,12 @@ from actckpt._core.tensor_changes import version_of
 from actckpt._rerun.buffers import Buffers, Stale, tensors_in, written_tensors
 from actckpt.errors import InputChangedError
 
-__all__ = ["modules_as_found", "reads_checked", "structure_as_found"]
-
-
-@contextmanager
-def structure_as_found(structure: "_C.Structure") -> Iterator[None]:
-    """Run the body with the forward's contents of containers and objects (Rule 1)."""
-    if structure.is_empty:
-        yield
-        return
-    replaced = structure.swap_in()
-    try:
-        yield
-    finally:
-        structure.put_back(replaced)
+__all__ = ["modules_as_found", "reads_checked"]
 
 
 @contextmanager
 def modules_as_found(parameters: "_C.Parameters", buffers: Buffers | None) -> Iterator[list[Stale]]:
-    """Run the body with the forward's parameters, modules and buffers (Rule 5); yield buffers that it must not read."""
+    """Run the body with the forward's parameters, modules and buffers; yield buffers that it must not read."""
     replaced = parameters.replaced()
     outside = [(entries, key, *_in(entries, key)) for entries, key, *_ in replaced]
     with ExitStack() as stack:
@@ -89,7 +53,7 @@ def _put(replaced: Sequence[_Entry]) -> None:
 
 @contextmanager
 def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
-    """Run the body; raise if an operator in it reads one of these tensors (Rule 2).
+    """Run the body; raise if an operator in it reads one of these tensors.
 
     Raises:
         InputChangedError: one was read, or reads cannot be seen. Also raised at the end of the body, in case that user

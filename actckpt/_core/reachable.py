@@ -1,0 +1,248 @@
+"""Objects that are reachable from a call: through containers, functions, and attributes of objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from actckpt._core.functions import contents_of, global_names
+
+__all__ = ["Contents", "Reached", "is_container", "reachable"]
+
+_PLAIN = {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type}
+_LEAVES = (torch.Tensor, torch.Generator, torch.nn.Module)
+#: Maximum number of values looked at in objects and global variables: one may lead to a whole program.
+_MAX_IN_OBJECTS = 1000
+#: Packages whose objects and globals are theirs. The exceptions hold what programs put there.
+_PRIVATE = (sys.stdlib_module_names | {"torch"}) - {"argparse", "collections", "types"}
+
+
+class Reached(NamedTuple):
+    """A value, and where it was found."""
+
+    place: str
+    value: Any
+    #: Whether it was found in an object or a global variable, not in the call itself.
+    is_outside: bool = False
+    #: Whether it is the value of a global variable.
+    is_global: bool = False
+
+
+def reachable(roots: Iterable[Reached], left_alone: Iterable[Any] = ()) -> Iterator[Reached]:
+    """Yield each object that is reachable once, the nearest first. Tensors and modules are not looked into.
+
+    Args:
+        roots: function and arguments of a call.
+        left_alone: objects that do not count, nor does what only they lead to.
+    """
+    left_alone = list(left_alone)
+    seen, waiting, num_left = set(map(id, left_alone)), deque(roots), _MAX_IN_OBJECTS
+    while waiting:
+        reached = waiting.popleft()
+        value, kind = reached.value, type(reached.value)
+        if kind in _PLAIN or id(value) in seen or issubclass(kind, type):
+            continue
+        if reached.is_outside:
+            num_left -= 1
+            if num_left < 0:
+                continue
+        seen.add(id(value))
+        yield reached
+        if not issubclass(kind, _LEAVES):
+            waiting.extend(_parts(reached))
+
+
+def _parts(reached: Reached) -> Iterator[Reached]:
+    place, value, is_outside, _ = reached
+    kind = type(value)
+    if kind is types.FunctionType:
+        yield from _parts_of_function(value, is_outside=is_outside)
+    elif kind is types.MethodType:
+        yield Reached(place, value.__func__, is_outside)
+        yield Reached(place, value.__self__, is_outside)
+    elif issubclass(kind, partial):
+        yield Reached(place, value.func, is_outside)
+        yield Reached(f"{place}, arguments of partial", value.args, is_outside)
+        yield Reached(f"{place}, keywords of partial", value.keywords, is_outside)
+    elif kind is weakref.ReferenceType:
+        if isinstance(referent := value(), torch.nn.Module):
+            yield Reached(place, referent, is_outside)
+    elif issubclass(kind, dict):
+        yield from (Reached(f"{place}[{key!r}]", part, is_outside) for key, part in dict(value).items())
+    elif issubclass(kind, (tuple, list, deque)):
+        yield from (Reached(f"{place}[{i}]", part, is_outside) for i, part in enumerate(list(value)))
+    elif issubclass(kind, (set, frozenset)):
+        yield from (Reached(f"{place}, an element", part, is_outside) for part in list(value))
+    elif dataclasses.is_dataclass(kind):
+        for name, part in _attributes(value).items():
+            yield Reached(f"{place}.{name}", part, is_outside)
+    elif _has_attributes_of_the_program(kind):
+        for name, part in _attributes(value).items():
+            yield Reached(f"{place}.{name}", part, is_outside=True)
+
+
+def _parts_of_function(function: types.FunctionType, *, is_outside: bool) -> Iterator[Reached]:
+    name, code = function.__name__, function.__code__
+    for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        yield Reached(f"Variable {variable!r} in the closure of {name}", contents_of(cell), is_outside)
+    for defaults in (function.__defaults__, function.__kwdefaults__):
+        yield Reached(f"The defaults of {name}", defaults, is_outside)
+    if function.__dict__:
+        yield Reached(f"The attributes of {name}", function.__dict__, is_outside=True)
+    variables = function.__globals__
+    if _package(variables.get("__name__")) in _PRIVATE:
+        return
+    for variable in global_names(code):
+        value = variables.get(variable)
+        is_elsewhere = type(value) is types.FunctionType and value.__globals__ is not variables
+        if not issubclass(type(value), types.ModuleType) and not is_elsewhere:
+            yield Reached(f"Global variable {variable!r} that {name} reads", value, is_outside=True, is_global=True)
+
+
+def _package(module: object) -> str:
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+_of_the_program: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+
+
+def _has_attributes_of_the_program(kind: type) -> bool:
+    known = _of_the_program.get(kind)
+    if known is None:
+        kinds = [each for each in kind.__mro__ if each.__flags__ & 1 << 9]  # defined in Python
+        packages = [_package(each.__module__) for each in kinds]
+        is_own = kind in kinds and packages[0] not in _PRIVATE and "torch" not in packages
+        known = _of_the_program[kind] = is_own or kind is types.SimpleNamespace
+    return known
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object itself holds, without asking its class."""
+    kind = type(value)
+    found: dict[str, Any] = {}
+    if kind.__dictoffset__:
+        found |= object.__getattribute__(value, "__dict__")
+    for each in kind.__mro__:
+        for name, member in vars(each).items():
+            if type(member) is types.MemberDescriptorType:
+                try:
+                    found[name] = member.__get__(value)
+                except AttributeError:
+                    continue
+    return found
+
+
+class Contents:
+    """What containers, and the attributes of objects, held at one moment.
+
+    Args:
+        containers: lists, dicts, sets, deques and subclasses of these.
+    """
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        #: With copies of what they held.
+        self._held = [(container, _copy(container)) for container in containers]
+
+    @classmethod
+    def of(cls, found: Iterable[Reached]) -> Contents:
+        """Return the contents of containers and of attributes of objects."""
+        containers = []
+        for _, value, *_ in found:
+            kind = type(value)
+            if issubclass(kind, _CONTAINERS):
+                containers.append(value)
+            elif kind is types.FunctionType or (_has_attributes_of_the_program(kind) and kind.__dictoffset__):
+                attributes = object.__getattribute__(value, "__dict__")
+                if not any(isinstance(each, _LOCKS) for each in attributes.values()):  # other threads use it
+                    containers.append(attributes)
+        return cls(containers)
+
+    def note_changes(self, replaced: Callable[[Any], Any]) -> None:
+        """Note which containers hold other objects now.
+
+        Args:
+            replaced: returns what to hold instead of an object that a container does not hold any more.
+        """
+        for container, held in self._held:
+            if _is_same(container, held):
+                continue
+            there = set(map(id, _values(container)))
+            instead = [value if id(value) in there else replaced(value) for value in _values(held)]
+            if isinstance(held, dict):
+                held.update(zip(held, instead, strict=True))
+            else:
+                _put(held, instead)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no containers."""
+        return not self._held
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run the body with what the containers held, then put back what they hold now."""
+        outside = [_copy(container) for container, _ in self._held]
+        try:
+            for container, held in self._held:
+                _put(container, held)
+            yield
+        finally:
+            for (container, _), now in zip(self._held, outside, strict=True):
+                _put(container, now)
+
+    def restore(self) -> None:
+        """Put back what they held."""
+        for container, held in self._held:
+            _put(container, held)
+
+
+_CONTAINERS = (list, dict, set, deque)
+_LOCKS = (type(threading.Lock()), type(threading.RLock()))
+
+
+def is_container(value: Any) -> bool:
+    """Whether a value is a container that can be changed."""
+    return issubclass(type(value), _CONTAINERS)  # without asking a proxy for its class
+
+
+def _values(container: Any) -> list[Any]:
+    return list(_base(container).values(container) if isinstance(container, dict) else container)
+
+
+def _copy(container: Any) -> Any:
+    """Return a copy of the base type, whatever a subclass overrides."""
+    base = _base(container)
+    return deque(container, container.maxlen) if base is deque else base(container)
+
+
+def _put(container: Any, held: Any) -> None:
+    if not _is_same(container, held):
+        base, held = _base(container), list(held.items() if isinstance(held, dict) else held)
+        base.clear(container)
+        base.extend(container, held) if base in (list, deque) else base.update(container, held)
+
+
+def _base(container: Any) -> Any:
+    return next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(type(container), base))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two containers hold the same objects, in the same order if they have one."""
+    if len(one) != len(other):
+        return False
+    if isinstance(one, set):
+        return set(map(id, one)) == set(map(id, other))
+    if isinstance(one, dict) and any(mine is not theirs for mine, theirs in zip(one, other, strict=True)):
+        return False
+    return all(mine is theirs for mine, theirs in zip(_values(one), _values(other), strict=True))
