@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,6 +15,8 @@ from actckpt._blocks.choosing import check_model
 from actckpt._core import torch_private
 from actckpt._core.sites import modules_on_stack, qualified_name
 from actckpt._core.storages import storages_of
+from actckpt._report_page.content import Page, Table, bytes_cell, number_cell, share_cell
+from actckpt._report_page.html_page import tables_as_html, to_html
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.memory import LiveStorages
@@ -23,6 +26,10 @@ __all__ = ["MemoryProfile", "ProfileRow", "profile"]
 By = Literal["module", "operator"]
 Phase = Literal["forward", "backward"]
 _NO_MODULE = "(no module)"
+_NO_CHARTS = (
+    "Memory over a step: left out. A profile has the peak of the step, not what was before and after it.",
+    "Time against memory, trials: left out. A profile has no times. actckpt.plan(step, model=model, budget=...) has.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +97,28 @@ class MemoryProfile:
 
     def _cells(self, key: tuple[str, ...], nbytes: int, count: int) -> tuple[str, ...]:
         return (*key, str(count), format_bytes(nbytes), f"{nbytes / max(self.peak_bytes, 1):.1%}")
+
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """Write a page with the summary and all rows, in a table that can be sorted. It is one file and loads nothing.
+
+        Args:
+            path: of the file to write; None: return the page instead.
+        Raises:
+            OSError: the file cannot be written.
+        """
+        page = Page("Memory at the peak of a step", [self.summary], left_out=_NO_CHARTS, tables=[self._html_table()])
+        return to_html(page, path)
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        return tables_as_html([self.summary], [self._html_table()])
+
+    def _html_table(self) -> Table:
+        most = max(self.peak_bytes, 1)
+        numbers = ((number_cell(r.count), bytes_cell(r.nbytes), share_cell(r.nbytes / most)) for r in self.rows)
+        lines = [(row.module, row.operator, row.phase, *cells) for row, cells in zip(self.rows, numbers, strict=True)]
+        columns = ("module", "operator", "phase", "tensors", "bytes", "of the peak")
+        return Table("Alive at the peak, by module and operator", columns, lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""

@@ -17,7 +17,7 @@ _SOURCES = _ROOT / "csrc"
 #: Lower rooms first: a module may import from rooms of the lines before its own, and from its own room.
 _ROOMS = [
     ["_version", "_error_base", "_text", "_show"],
-    ["action"],
+    ["action", "_report_page"],
     ["_C"],
     ["errors", "config"],
     ["_core", "planner"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from actckpt._core.modes import BELOW
 from actckpt._core.region_report import READ, SMALL
 from actckpt._core.sites import qualified_name
+from actckpt._report_page.content import Page, Table, bytes_cell, number_cell, share_cell
+from actckpt._report_page.html_page import tables_as_html, to_html
 from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
@@ -21,6 +24,7 @@ from actckpt.planner.plans import Plan
 __all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "kept_below_modes", "rows_of", "stayed", "sums_of"]
 
 GroupBy = Literal["operator", "module", "type"]
+_NO_PLAN = "left out. There is no plan for a budget: actckpt.apply(model, budget=...) makes one."
 #: The entry with the highest rank decides if a storage has several.
 _RANKS = {Action.RECOMPUTE: 0, Action.OFFLOAD: 1, Action.PREFER_OFFLOAD: 1, Action.KEEP: 2}
 #: A block's name, and an entry for one of its values in the step's record.
@@ -79,6 +83,8 @@ class ModelReport:
     #: How many more steps are trials, which run `plan` and simple policies in turn; the fastest one is kept. None: a
     #: budget was given, and no plan is made yet.
     race_steps_left: int | None = 0
+    #: The same values by module and operator, whatever `group_by` and `top`: `layers.0-31.mlp::aten.gelu.default`.
+    detail_rows: tuple[ModelRow, ...] = ()
 
     @property
     def kept_share(self) -> float | None:
@@ -95,6 +101,16 @@ class ModelReport:
 
     def table(self) -> str:
         """Return a text for people."""
+        lines = self._which_ran()
+        if self.rows:
+            header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
+            lines.append(aligned([header, *map(_cells, self.rows)], left=1))
+        lines += self._sums_and_note()
+        if self.plan is not None:
+            lines += [self.plan.explain(), self.plan.table()]
+        return "\n".join(lines)
+
+    def _which_ran(self) -> list[str]:
         not_run = [name for name in self.blocks_patched if name not in self.blocks_ran]
         lines = [self.heading] if self.heading else []
         lines.append(f"{len(self.blocks_ran)} of {len(self.blocks_patched)} blocks ran ({self.policy})")
@@ -102,10 +118,12 @@ class ModelReport:
             lines.append(f"not run: {', '.join(not_run)}")
         if self.operators_not_run:
             lines.append(f"operators of the policy that did not run: {'; '.join(self.operators_not_run)}")
+        return lines
+
+    def _sums_and_note(self) -> list[str]:
+        lines = []
         if self.rows:
             share = "-" if self.kept_share is None else f"{100 * self.kept_share:.0f} %"
-            header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
-            lines.append(aligned([header, *map(_cells, self.rows)], left=1))
             lines.append(
                 f"held at the end of the forward: {format_bytes(self.kept_bytes)}, {share} of the "
                 f"{format_bytes(self.plain_bytes)} of plain training"
@@ -115,9 +133,38 @@ class ModelReport:
         if self.race_steps_left:
             steps = f"the next {self.race_steps_left} steps"
             lines.append(f"Trials: {steps} run this plan and simple choices in turn; the fastest one is kept.")
+        return lines
+
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """Write a page that shows the report by module and operator and, where there is a plan, the page of the plan.
+
+        The page is one file that loads nothing. Its tables can be sorted. Charts are those of the plan, and need
+        matplotlib.
+
+        Args:
+            path: of the file to write; None: return the page instead.
+        Raises:
+            OSError: the file cannot be written.
+        Cost: with a plan, solves the problem a dozen times more, with other budgets.
+        """
+        from actckpt.planner.page import CHARTS, plan_page  # which imports the solver: slow
+
+        lines = [line for text in (*self._which_ran(), *self._sums_and_note()) for line in text.splitlines()]
+        tables = [_html_table(self.detail_rows)]
+        page = Page(left_out=[f"{', '.join((*CHARTS, 'trials'))}: {_NO_PLAN}"], title="")
         if self.plan is not None:
-            lines += [self.plan.explain(), self.plan.table()]
-        return "\n".join(lines)
+            page = plan_page(self.plan)
+        return to_html(
+            dataclasses.replace(
+                page, title="Report of the blocks", lines=[*lines, *page.lines], tables=[*tables, *page.tables]
+            ),
+            path,
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        plan = [] if self.plan is None else [repr(self.plan)]
+        return tables_as_html([*self._which_ran(), *self._sums_and_note(), *plan], [_html_table(self.detail_rows)])
 
     def __str__(self) -> str:
         return self.table()
@@ -127,6 +174,17 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
     sizes = map(format_bytes, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
     share = f"{100 * row.share:.1f} %"
     return row.name, str(row.num_blocks), str(row.num_values), share, *sizes, str(row.num_replays)
+
+
+def _html_table(rows: Sequence[ModelRow]) -> Table:
+    names = ("module", "operator", "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
+    lines = []
+    for row in rows:
+        module, _, operator = row.name.rpartition("::")
+        counts = (number_cell(row.num_blocks), number_cell(row.num_values), share_cell(row.share))
+        sizes = map(bytes_cell, (row.kept_bytes, row.offloaded_bytes, row.recomputed_bytes))
+        lines.append((module, operator, *counts, *sizes, number_cell(row.num_replays)))
+    return Table("What the blocks saved, by module and operator", names, lines)
 
 
 def _once(entries: Sequence[Found]) -> list[Found]:
@@ -195,7 +253,11 @@ def kept_below_modes(entries: Sequence[Found]) -> str:
 
 
 def rows_of(
-    model: torch.nn.Module, blocks: Mapping[str, Any], entries: Sequence[Found], group_by: GroupBy, top: int | None
+    model: torch.nn.Module,
+    blocks: Mapping[str, Any],
+    entries: Sequence[Found],
+    group_by: GroupBy | Literal["module and operator"],
+    top: int | None,
 ) -> tuple[ModelRow, ...]:
     """Return the rows of a report.
 
@@ -208,7 +270,7 @@ def rows_of(
     once = _once(entries)
     modules = {qualified_name(model, module): module for module in model.modules()} if group_by == "type" else {}
     groups: dict[str, list[Found]] = {}
-    named = _names_in_blocks(blocks, once) if group_by == "module" else {}
+    named = _names_in_blocks(blocks, once) if group_by.startswith("module") else {}
     for item in once:
         block, entry = item
         if group_by == "operator":
@@ -216,6 +278,8 @@ def rows_of(
         else:
             path = _path(blocks, block, entry.module)
             name = type(modules.get(path, blocks[block])).__name__ if group_by == "type" else named[path]
+            if group_by == "module and operator":
+                name = f"{name}::{entry.operator}"
         groups.setdefault(name, []).append(item)
     rows = [_row(name, members, plain_bytes) for name, members in groups.items()]
     rows.sort(key=lambda row: -row.nbytes)

@@ -66,6 +66,7 @@ class ReportData:
             operators_not_run=self.operators_not_run,
             plan=self.plan,
             rows=rows_of(model, blocks, self.entries, group_by, top),
+            detail_rows=rows_of(model, blocks, self.entries, "module and operator", None),
             group_by=group_by,
             race_steps_left=0 if is_removed else self.race_steps_left,
             note=self.note,

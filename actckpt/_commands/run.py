@@ -49,6 +49,9 @@ def add_run(commands: Any) -> None:
         "--blocks", action="append", metavar="NAME", help="qualified name of blocks, also with wildcards; repeatable"
     )
     option("--model", metavar="NAME", help="the model in the program's main module: model, or trainer.model")
+    option(
+        "--report", type=Path, metavar="FILE", help="also write the report: a page (.html), or text (other suffixes)"
+    )
     option("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module, as in python -m")
     option("script", metavar="SCRIPT", help="the program")
     option("args", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
@@ -60,14 +63,19 @@ def _run(args: argparse.Namespace) -> int:
         options = _options_of(args)
         if not args.is_module and not Path(args.script).is_file():
             raise ValueError(f"{args.script} is not a file. Pass a Python program, or -m and the name of a module.")
+        if args.report is not None and not args.report.absolute().parent.is_dir():  # before the program runs
+            raise ValueError(
+                f"--report {args.report}: there is no folder {args.report.absolute().parent}. Make it first."
+            )
     except (ValueError, OSError) as error:
         args.parser.error(as_options(reason(error)))
     applying = _Applying(options, args.model)
+    path = None if args.report is None else args.report.absolute()  # the program may go to another folder
     try:
         with applying:
             _run_program(args)
     finally:
-        _say(applying.report())
+        _say(applying.report(path))
     return 0
 
 
@@ -253,12 +261,14 @@ class _Applying:
             raise ValueError(f"--model {self._name} is a {type(model).__name__}, not a module.")
         return model
 
-    def report(self) -> str:
-        """Say what the blocks did, or why no model was checkpointed."""
+    def report(self, path: Path | None = None) -> str:
+        """Say what the blocks did, or why no model was checkpointed; write what they did to a file, if there is one."""
         import actckpt
 
         if self._model is not None:
-            return f"report of {type(self._model).__name__}\n{actckpt.report(self._model)}"
+            report = actckpt.report(self._model)
+            written = "" if path is None or not _is_first_rank() else f"\n{_written(report, path)}"
+            return f"report of {type(self._model).__name__}\n{report}{written}"
         if self._why_refused:
             return f"nothing was checkpointed. {self._why_refused} Here: --blocks NAME."
         if self._name is not None:
@@ -273,7 +283,23 @@ def _num_trained(module: Any) -> int:
     return sum(each.numel() for each in module.parameters() if each.requires_grad and not is_lazy(each))
 
 
+def _written(report: Any, path: Path) -> str:
+    """Write a report to a file; say where it is, or why not: the exit status is that of the program."""
+    try:
+        if path.suffix == ".html":
+            report.to_html(path)
+        else:
+            path.write_text(f"{report}\n", encoding="utf-8")
+    except OSError as error:
+        return f"The report was not written: {error}"
+    return f"The report is in {path}."
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(text: str) -> None:
     """Print a line, on the first of several ranks, unless the program has closed the stream."""
-    if os.environ.get("RANK", "0") == "0" and sys.stderr is not None and not sys.stderr.closed:
+    if _is_first_rank() and sys.stderr is not None and not sys.stderr.closed:
         print(f"actckpt run: {text}", file=sys.stderr, flush=True)

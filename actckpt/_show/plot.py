@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "new_figure", "plot_points", "save_figure"]
+__all__ = ["COLOURS", "draw_svg", "new_figure", "plot_points", "save_figure"]
 
 # Okabe and Ito: eight colours that people with any colour vision can distinguish.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#F0E442")
@@ -58,3 +60,20 @@ def save_figure(figure: Figure, path: Path) -> None:
 
     with matplotlib.rc_context({"svg.hashsalt": "actckpt"}):  # otherwise every run writes other ids
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def draw_svg(draw: Callable[[Any], None]) -> str:
+    """Return what `draw` draws into axes, as an SVG element for an HTML page: its text stays text.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = new_figure(width=7)
+    draw(figure.subplots())
+    import matplotlib
+
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "actckpt", "svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = text.getvalue()
+    return re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])  # HTML knows these names itself

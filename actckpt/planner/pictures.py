@@ -13,14 +13,16 @@ from actckpt._show.plot import COLOURS, new_figure, save_figure
 from actckpt._text.sizes import unit_of
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
+from actckpt.planner.cycle import moments
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import Span, simulate
+from actckpt.planner.smallest import base_parts, least_needs
 from actckpt.planner.solving import solve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["frontier", "plot_plan"]
+__all__ = ["draw_frontier", "draw_segments", "frontier", "plot_plan"]
 
 _NUM_BUDGETS = 9
 
@@ -60,7 +62,7 @@ def plot_plan(plan: Plan, path: Path) -> None:
     """Draw time against memory, and the timeline of the plan's step, as a PNG or SVG file."""
     figure = new_figure(width=12)
     left, right = figure.subplots(1, 2, width_ratios=(2, 3))
-    _draw_frontier(left, plan)
+    draw_frontier(left, plan)
     top, bottom = right.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2)).subplots(sharex=True)
     right.remove()
     _draw_memory(top, plan)
@@ -68,7 +70,8 @@ def plot_plan(plan: Plan, path: Path) -> None:
     save_figure(figure, path)
 
 
-def _draw_frontier(axes: Axes, plan: Plan) -> None:
+def draw_frontier(axes: Axes, plan: Plan) -> None:
+    """Draw time against memory: the best for each budget, simple choices, and the plan."""
     plans = frontier(plan.costs)
     unit, size = unit_of(max(each.peak_bytes for each in plans))
     axes.plot(*_points(plans, size), color=COLOURS[0], marker=".", label="best for each budget")
@@ -117,3 +120,57 @@ def _draw_spans(axes: Axes, plan: Plan) -> None:
     for what, colour in colours.items():
         axes.plot([], [], color=colour, linewidth=6, label=what)
     axes.legend(frameon=False, ncols=len(colours), loc="upper center", bbox_to_anchor=(0.5, -0.3))
+
+
+#: What is in memory in a segment, in the order in which it is stacked.
+_PARTS = {
+    "where no block keeps anything": COLOURS[6],
+    "fixed": COLOURS[0],
+    "its working set": COLOURS[2],
+    "gradients made by then": COLOURS[3],
+    "kept by blocks": COLOURS[1],
+    "for what is computed again": COLOURS[4],
+    "still to be written out": COLOURS[7],
+    "read back ahead": COLOURS[7],
+}
+
+
+def segment_parts(plan: Plan) -> dict[str, list[float]]:
+    """Return what is in memory at the worst moment of each segment, by what it is; without what never is."""
+    most, least, cycle = simulate(plan.costs, plan).segment_bytes, least_needs(plan), moments(plan.costs)
+    parts = {what: [0.0] * len(cycle) for what in _PARTS}
+    for number, moment in enumerate(cycle):
+        base = base_parts(plan, number)
+        for nbytes, what in base:
+            parts[what][number] += nbytes
+        parts["kept by blocks"][number] = least[number] - sum(nbytes for nbytes, _ in base)
+        way = "read back ahead" if moment.is_backward else "still to be written out"
+        parts[way][number] = max(most[number] - least[number], 0.0)
+    return {what: nbytes for what, nbytes in parts.items() if any(nbytes)}
+
+
+def draw_segments(axes: Axes, plan: Plan) -> None:
+    """Draw the most memory in each segment of the step, stacked by what it is, and the budget."""
+    parts, cycle = segment_parts(plan), moments(plan.costs)
+    unit, size = unit_of(max(plan.budget_bytes, plan.peak_bytes))
+    below, edges = numpy.zeros(len(cycle)), numpy.arange(len(cycle) + 1)
+    for what, nbytes in parts.items():
+        above = below + numpy.array(nbytes) / size
+        axes.stairs(
+            above,
+            edges,
+            baseline=below,
+            fill=True,
+            facecolor=_PARTS[what],
+            edgecolor="none",
+            label=what.removeprefix("its "),
+        )
+        below = above
+    axes.axhline(plan.budget_bytes / size, color=COLOURS[5], linestyle=(0, (4, 2)), label="budget")
+    turn = next((number for number, moment in enumerate(cycle) if moment.is_backward), None)
+    if turn is not None:
+        axes.axvline(turn, color=COLOURS[0], linewidth=1, linestyle=":", label="backward begins")
+    axes.set(xlabel="Segments of the step, in the order of time", ylabel=f"Most memory ({unit})")
+    axes.set_xlim(0, len(cycle))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))

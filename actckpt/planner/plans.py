@@ -147,6 +147,30 @@ class Plan:
 
         plot_plan(self, Path(path))
 
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """Write a page that shows the plan: memory over its step, time against memory, its values, and the trials.
+
+        The page is one file that loads nothing. Its tables can be sorted. Charts need matplotlib; without it, the page
+        says so in their place.
+
+        Args:
+            path: of the file to write; None: return the page instead.
+        Raises:
+            OSError: the file cannot be written.
+        Cost: solves the problem a dozen times more, with other budgets.
+        """
+        from actckpt._report_page.html_page import to_html
+        from actckpt.planner.page import plan_page  # which solves, and so imports this module
+
+        return to_html(plan_page(self), path)
+
+    def _repr_html_(self) -> str:
+        """Return the table for a notebook."""
+        from actckpt._report_page.html_page import tables_as_html
+        from actckpt.planner.page import values_table
+
+        return tables_as_html([repr(self)], [values_table(self)])
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, which `from_dict` reads."""
         plan = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -1,0 +1,1 @@
+"""Pages of reports: one HTML file each, without other files and without network."""
