@@ -13,7 +13,7 @@ import torch
 from actckpt._core.modes import BELOW
 from actckpt._core.region_report import READ, SMALL
 from actckpt._core.sites import qualified_name
-from actckpt._report_page.content import Page, Table, bytes_cell, number_cell, share_cell
+from actckpt._report_page.content import Cell, Page, Table, bytes_cell, number_cell, share_cell
 from actckpt._report_page.html_page import tables_as_html, to_html
 from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes
@@ -178,7 +178,7 @@ def _cells(row: ModelRow) -> tuple[str, ...]:
 
 def _html_table(rows: Sequence[ModelRow]) -> Table:
     names = ("module", "operator", "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
-    lines = []
+    lines: list[tuple[str | Cell, ...]] = []
     for row in rows:
         module, _, operator = row.name.rpartition("::")
         counts = (number_cell(row.num_blocks), number_cell(row.num_values), share_cell(row.share))

@@ -172,5 +172,5 @@ def draw_segments(axes: Axes, plan: Plan) -> None:
         axes.axvline(turn, color=COLOURS[0], linewidth=1, linestyle=":", label="backward begins")
     axes.set(xlabel="Segments of the step, in the order of time", ylabel=f"Most memory ({unit})")
     axes.set_xlim(0, len(cycle))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.15))

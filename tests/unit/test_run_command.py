@@ -235,3 +235,35 @@ def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) 
 def test_an_interrupted_program_has_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(BrokenPipeError, match="mine"):
         cli.main(["run", str(_written(tmp_path, "raise BrokenPipeError('mine')"))])
+
+
+@pytest.mark.parametrize("suffix", [".html", ".txt"])
+def test_the_report_goes_to_a_file_too_wherever_the_program_goes(
+    suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    path = tmp_path / "program.py"
+    path.write_text(_NETWORKS + "import os; os.chdir('other')\n" + textwrap.dedent(_PROGRAMS["function"][2]))
+    assert cli.main(["run", "--report", f"out{suffix}", str(path), "0.01"]) == 0
+    written, error = (tmp_path / f"out{suffix}").read_text(), capsys.readouterr().err
+    assert (
+        "4 of 4 blocks ran (policy='recompute')" in error and f"The report is in {tmp_path / f'out{suffix}'}." in error
+    )
+    if suffix == ".html":
+        assert written.startswith("<!DOCTYPE html>") and "4 of 4 blocks ran" in written
+    else:
+        assert written in error
+
+
+def test_a_report_that_cannot_be_written_leaves_the_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _written(tmp_path, _PROGRAMS["function"][2])
+    (tmp_path / "out.html").mkdir()
+    assert cli.main(["run", "--report", str(tmp_path / "out.html"), str(path), "0.01"]) == 0
+    assert "The report was not written: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["run", "--report", str(tmp_path / "no" / "out.html"), str(path), "0.01"])
+    assert exit_info.value.code == 2
+    assert "there is no folder" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_axes_are_in_the_unit_of_what_is_drawn(factor: float, unit: str) -> None
             value["bytes"] *= factor
     plan = planner.solve(costs, budget=2 * 2**30 * factor)
     left, right = figure.subplots(1, 2)
-    pictures._draw_frontier(left, plan)
+    pictures.draw_frontier(left, plan)
     pictures._draw_memory(right, plan)
     assert (left.get_xlabel(), right.get_ylabel()) == (f"Peak ({unit})", f"Memory ({unit})")
     assert 1.0 < left.get_xlim()[1] < 1024 and 1.0 < right.get_ylim()[1] < 1024
@@ -236,3 +236,14 @@ def test_calls_of_other_modules_stay_apart() -> None:
     _, *lines = plan.table().splitlines()
     assert [line for line in lines if line.startswith("up ") and "cells.0-1, 8 calls" in line]
     assert len([line for line in lines if line.startswith("up ")]) == 3
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "2GiB", "8GiB"])
+def test_the_parts_of_memory_add_up_to_what_is_simulated_in_each_segment(budget: str) -> None:
+    plan = planner.solve(_costs(), budget=budget)
+    most = planner.simulate(plan.costs, plan).segment_bytes
+    parts = pictures.segment_parts(plan)
+    assert [sum(column) for column in zip(*parts.values(), strict=True)] == pytest.approx(most)
+    assert max(most) == pytest.approx(plan.peak_bytes)
+    assert all(nbytes >= 0 for column in parts.values() for nbytes in column)
+    assert {"kept by blocks", "its working set"} <= parts.keys()
