@@ -124,14 +124,14 @@ def _draw_spans(axes: Axes, plan: Plan) -> None:
 
 #: What is in memory in a segment, in the order in which it is stacked.
 _PARTS = {
-    "where no block keeps anything": COLOURS[6],
+    "where no block keeps anything": COLOURS[2],
     "fixed": COLOURS[0],
     "its working set": COLOURS[2],
     "gradients made by then": COLOURS[3],
     "kept by blocks": COLOURS[1],
     "for what is computed again": COLOURS[4],
     "still to be written out": COLOURS[7],
-    "read back ahead": COLOURS[7],
+    "read back ahead": COLOURS[6],
 }
 
 
