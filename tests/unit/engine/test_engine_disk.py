@@ -6,18 +6,16 @@ import errno
 import os
 import random
 import resource
-from collections.abc import Callable
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import sim
+from cpu_rig import MIB, Make, Rig
 from oracle import in_threads
 
 from actckpt import _C
-
-MIB = 1 << 20
-Make = Callable[..., np.ndarray]
 
 
 def read(file: _C.SpillFile, block: _C.SpillBlock) -> np.ndarray:
@@ -81,83 +79,50 @@ def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: M
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("position", [0, 5000, 4 * MIB + 1])
-def test_a_failing_write_reports_and_gives_its_space_back(
-    folder: str, make_bytes: Make, code: int, position: int
-) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    faults = sim.Faults()
-    faults.fail_write_at, faults.write_errno = position, code
-    io.set(faults)
+def test_a_failing_write_reports_and_gives_its_space_back(rig: Rig, make_bytes: Make, code: int, position: int) -> None:
+    rig.faults(fail_write_at=position, write_errno=code)
     data = make_bytes(5 * MIB)
     with pytest.raises(_C.OffloadError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
-        write(file, data)
-    assert file.stats().disk_bytes == 0 and file.stats().num_failed_writes == 1
-    io.set(sim.Faults())
-    assert np.array_equal(read(file, write(file, data)), data)
+        write(rig.file, data)
+    assert rig.file.stats().disk_bytes == 0 and rig.file.stats().num_failed_writes == 1
+    rig.faults()
+    assert np.array_equal(read(rig.file, write(rig.file, data)), data)
 
 
 @pytest.mark.parametrize("step", [4096, 4097, 70_000])
-def test_short_writes_and_reads_are_continued(folder: str, make_bytes: Make, step: int) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    faults = sim.Faults()
-    faults.max_write_bytes = faults.max_read_bytes = step
-    io.set(faults)
+def test_short_writes_and_reads_are_continued(rig: Rig, make_bytes: Make, step: int) -> None:
+    rig.faults(max_write_bytes=step, max_read_bytes=step)
     data = make_bytes(MIB + 77)
-    assert np.array_equal(read(file, write(file, data)), data)
+    assert np.array_equal(read(rig.file, write(rig.file, data)), data)
 
 
-def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(folder: str, make_bytes: Make) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    faults = sim.Faults()
-    faults.max_write_bytes = 100
-    io.set(faults)
+def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(rig: Rig, make_bytes: Make) -> None:
+    rig.faults(max_write_bytes=100)
     with pytest.raises(_C.OffloadError, match="no byte is accepted"):
-        write(file, make_bytes(MIB))
+        write(rig.file, make_bytes(MIB))
 
 
-@pytest.mark.parametrize("position", [0, 4095, 123_456, MIB - 1])
-def test_one_altered_bit_raises_with_folder_offset_and_both_checksums(
-    folder: str, make_bytes: Make, position: int
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        *(({"alter_read_at": position}, "offset 0 .*checksum") for position in (0, 4095, 123_456, MIB - 1)),
+        ({"fail_read_at": 5 * MIB}, rf"offset {4 * MIB} .*errno {errno.EIO}"),
+        ({"end_of_file_at": 10_000}, "end of the file"),
+    ],
+    ids=str,
+)
+def test_a_read_that_fails_or_alters_raises_with_the_reason_and_the_next_one_is_right(
+    rig: Rig, make_bytes: Make, folder: str, faults: dict[str, int], message: str
 ) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    data = make_bytes(MIB)
-    block = write(file, data)
-    faults = sim.Faults()
-    faults.alter_read_at = position
-    io.set(faults)
-    with pytest.raises(_C.OffloadReadError) as caught:
-        read(file, block)
-    assert folder in str(caught.value) and "offset 0" in str(caught.value)
-    assert f"{block.checksum:#018x}" in str(caught.value)
-    io.set(sim.Faults())
-    assert np.array_equal(read(file, block), data)
-
-
-def test_a_failing_read_raises_with_offset_and_reason(folder: str, make_bytes: Make) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    block = write(file, make_bytes(9 * MIB))
-    faults = sim.Faults()
-    faults.fail_read_at = 5 * MIB
-    io.set(faults)
-    with pytest.raises(_C.OffloadReadError, match=rf"offset {4 * MIB} .*errno {errno.EIO}"):
-        read(file, block)
-    assert file.stats().num_failed_reads == 1
-
-
-def test_a_file_that_ends_early_raises(folder: str, make_bytes: Make) -> None:
-    io = sim.FaultyFileIo()
-    file = sim.spill_file(folder, io)
-    block = write(file, make_bytes(MIB))
-    faults = sim.Faults()
-    faults.end_of_file_at = 10_000
-    io.set(faults)
-    with pytest.raises(_C.OffloadReadError, match="end of the file"):
-        read(file, block)
+    data = make_bytes(9 * MIB)
+    block = write(rig.file, data)
+    rig.faults(**faults)
+    with pytest.raises(_C.OffloadReadError, match=message) as caught:
+        read(rig.file, block)
+    assert folder in str(caught.value) and rig.file.stats().num_failed_reads == 1
+    assert "alter_read_at" not in faults or f"{block.checksum:#018x}" in str(caught.value)
+    rig.faults()
+    assert np.array_equal(read(rig.file, block), data)
 
 
 def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make) -> None:
@@ -174,9 +139,6 @@ def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make
         "except _C.OffloadError as error:\n"
         "    print(error)\n"
     )
-    import subprocess
-    import sys
-
     done = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=True)
     assert f"errno {errno.EFBIG}" in done.stdout and str(1 << 20) in done.stdout
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

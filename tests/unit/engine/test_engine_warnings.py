@@ -31,6 +31,13 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def _failing_disk(code: int) -> sim.FaultyFileIo:
+    io, faults = sim.FaultyFileIo(), sim.Faults()
+    faults.fail_write_at, faults.write_errno = 0, code
+    io.set(faults)
+    return io
+
+
 def step(store: CpuStore, count: int = 4) -> None:
     """Move tensors out, let the writes end, bring them back."""
     tensors = [torch.randn(4096, requires_grad=True) * 1 for _ in range(count)]
@@ -49,9 +56,7 @@ def step(store: CpuStore, count: int = 4) -> None:
 def test_a_disk_that_takes_nothing_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, words: str
 ) -> None:
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, code
-    io.set(faults)
+    io = _failing_disk(code)
     for _ in range(2):  # another store of the same process says nothing new
         store = sim.disk_store(str(tmp_path), io)
         for _ in range(3):
@@ -63,10 +68,7 @@ def test_a_disk_that_takes_nothing_warns_once(
 
 def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     step(CpuStore.on_disk(str(tmp_path), limit_bytes=5 * 4096))
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, errno.EIO
-    io.set(faults)
-    step(sim.disk_store(str(tmp_path), io))
+    step(sim.disk_store(str(tmp_path), _failing_disk(errno.EIO)))
     first, second = warnings(caplog)
     assert "is full" in first and "Raise disk_limit" in first
     assert "fails" in second and "errno 5" in second
@@ -97,43 +99,28 @@ class Engine:
         return SimpleNamespace(**(counts | told | {"num_failed_writes": 2, "num_full_writes": 2, "stall_seconds": 0.0}))
 
 
-def put_all(monkeypatch: pytest.MonkeyPatch, answers: list[Any], **options: bool) -> list[Any]:
-    backend = DeviceStore(Engine(answers), sim.OneStream("cuda"))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("answers", "must", "messages"),
+    [
+        ([_C.Kept.FULL] * 3, True, [r"1\.0 MiB.*3\.0 of at most 4\.0 MiB.*host_limit"]),
+        ([_C.Kept.BUSY], False, []),  # what "prefer" keeps is counted only
+        ([_C.Kept.BEHIND], False, []),
+        ([_C.Kept.CAPTURING], False, []),
+        ([SimpleNamespace(tier=tier) for tier in ("pinned", "disk", "disk")], True, ["the spill file", "is full"]),
+        ([_C.Kept.STRANDED, _C.Kept.FAILED], True, [r"cuX returned \(700\)"]),
+    ],
+    ids=str,
+)
+def test_what_an_engine_answers_is_told_once_per_reason(
+    answers: list[Any], must: bool, messages: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DeviceStore(Engine(list(answers)), sim.OneStream("cuda"))  # type: ignore[arg-type]
     source = _C.Bytes(torch.empty(1 << 18).untyped_storage(), 0)
-    return [backend.put(source, 1 << 20, **options) for _ in range(len(answers))]
-
-
-def test_a_gpu_tensor_that_finds_no_room_warns_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert put_all(monkeypatch, [_C.Kept.FULL] * 3) == [None] * 3
-    (message,) = warnings(caplog)
-    assert "1.0 MiB" in message and "3.0 of at most 4.0 MiB" in message and "host_limit" in message
-
-
-@pytest.mark.parametrize("kept", [_C.Kept.BUSY, _C.Kept.BEHIND, _C.Kept.CAPTURING])
-def test_what_prefer_keeps_is_counted_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: _C.Kept
-) -> None:
-    assert put_all(monkeypatch, [kept], must=False) == [None]
-    assert warnings(caplog) == []
-
-
-def test_a_disk_below_pinned_memory_and_a_full_one_warn_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    tickets = [SimpleNamespace(tier=tier) for tier in ("pinned", "disk", "disk")]
-    assert put_all(monkeypatch, list(tickets)) == tickets
-    disk, full = warnings(caplog)
-    assert "the spill file" in disk and "is full" in full
-
-
-def test_a_failed_device_call_warns_once_and_names_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    put_all(monkeypatch, [_C.Kept.STRANDED, _C.Kept.FAILED])
-    (message,) = warnings(caplog)
-    assert "cuX returned (700)" in message
+    tickets = [store.put(source, 1 << 20, must=must) for _ in answers]
+    assert tickets == [None if isinstance(answer, _C.Kept) else answer for answer in answers]
+    told = warnings(caplog)
+    assert len(told) == len(messages)
+    assert all(re.search(words, one, re.DOTALL) for words, one in zip(messages, told, strict=True)), told
 
 
 @pytest.mark.parametrize("folder", ["/proc", "/proc/self/fd", "/sys"])
