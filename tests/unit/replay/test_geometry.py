@@ -54,16 +54,15 @@ def _reconnected() -> Iterator[None]:
     _C.connect(_bind.NAMES)
 
 
+@pytest.fixture(params=["torch's", None])
+def _exchange_api(request: pytest.FixtureRequest, _reconnected: None) -> None:
+    if request.param is None:
+        _C.connect(_bind.NAMES | {"exchange_api": None})
+
+
+@pytest.mark.usefixtures("_exchange_api")
 @pytest.mark.parametrize("name", _tensors())
 def test_a_window_has_the_geometry_of_its_tensor(name: str) -> None:
-    tensor = _tensors()[name]
-    assert _read(tensor) == _expected(tensor)
-
-
-@pytest.mark.usefixtures("_reconnected")
-@pytest.mark.parametrize("name", _tensors())
-def test_without_the_exchange_api_a_window_has_it_too(name: str) -> None:
-    _C.connect(_bind.NAMES | {"exchange_api": None})
     tensor = _tensors()[name]
     assert _read(tensor) == _expected(tensor)
 
@@ -92,13 +91,10 @@ def test_a_shape_that_does_not_go_with_the_strides_raises() -> None:
         _read(torch.randn(2, 3).as_subclass(_Longer))
 
 
-@pytest.mark.usefixtures("_reconnected")
-@pytest.mark.parametrize("exchange_api", ["torch's", None])
+@pytest.mark.usefixtures("_exchange_api")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("layout", ["nested", "sparse"])
-def test_a_tensor_without_a_storage_to_read_by_strides_has_no_value(layout: str, exchange_api: Any) -> None:
-    if exchange_api is None:
-        _C.connect(_bind.NAMES | {"exchange_api": None})
+def test_a_tensor_without_a_storage_to_read_by_strides_has_no_value(layout: str) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]) if layout == "nested" else None
     assert _C.value_of(_C.TapeCore(), torch.eye(3).to_sparse() if nested is None else nested) is None
 
