@@ -72,18 +72,12 @@ def _frame(function: Probe) -> Any:
     return function.made
 
 
-def _structure(probe: Probe) -> _C.Structure:
-    return _C.Structure(([probe],), set(), [])
-
-
 MADE: dict[str, tuple[type, Callable[[Any], Any]]] = {
     "Frame": (Probe, _frame),
     "Frame of a module": (_Module, _frame),
     "HeldTensor": (Probe, lambda probe: _C.hold(torch.ones(1), probe.pack, probe.unpack)),
     "GeneratorStates": (Probe, lambda probe: _C.capture_generators((probe,))),
     "Parameters": (_Module, lambda module: _C.Parameters(module)),
-    "Structure": (Probe, _structure),
-    "Replaced": (Probe, lambda probe: _structure(probe).swap_in()),
 }
 
 
