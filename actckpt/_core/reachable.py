@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import operator
 import sys
 import threading
 import types
@@ -11,6 +11,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,7 @@ def reachable(roots: Iterable[Reached], left_alone: Iterable[Any] = ()) -> Itera
                 continue
         seen.add(id(value))
         yield reached
-        if not issubclass(kind, _LEAVES):
+        if not issubclass(kind, _LEAVES) and not (reached.is_outside and num_left <= 0):
             waiting.extend(_parts(reached))
 
 
@@ -79,17 +80,30 @@ def _parts(reached: Reached) -> Iterator[Reached]:
         if isinstance(referent := value(), torch.nn.Module):
             yield Reached(place, referent, is_outside)
     elif issubclass(kind, dict):
-        yield from (Reached(f"{place}[{key!r}]", part, is_outside) for key, part in dict(value).items())
-    elif issubclass(kind, (tuple, list, deque)):
-        yield from (Reached(f"{place}[{i}]", part, is_outside) for i, part in enumerate(list(value)))
-    elif issubclass(kind, (set, frozenset)):
-        yield from (Reached(f"{place}, an element", part, is_outside) for part in list(value))
-    elif dataclasses.is_dataclass(kind):
+        items = _some(_base(value).items(value), is_outside=is_outside)
+        yield from (Reached(f"{place}[{_shown(key)}]", part, is_outside) for key, part in items if _leads_on(part))
+    elif issubclass(kind, (tuple, list, deque, set, frozenset)):
+        parts = _some(_base(value).__iter__(value), is_outside=is_outside)
+        yield from (Reached(f"{place}[{i}]", part, is_outside) for i, part in enumerate(parts) if _leads_on(part))
+    elif any("__dataclass_fields__" in vars(each) for each in kind.__mro__):
         for name, part in _attributes(value).items():
             yield Reached(f"{place}.{name}", part, is_outside)
     elif _has_attributes_of_the_program(kind):
         for name, part in _attributes(value).items():
             yield Reached(f"{place}.{name}", part, is_outside=True)
+
+
+def _some(parts: Iterable[Any], *, is_outside: bool) -> Iterator[Any]:
+    return islice(parts, _MAX_IN_OBJECTS if is_outside else None)
+
+
+def _leads_on(part: Any) -> bool:
+    return type(part) not in _PLAIN
+
+
+def _shown(key: Any) -> str:
+    """Return a key as text; of objects only their type, whose own text may be anything."""
+    return repr(key) if type(key) in _PLAIN else f"a {type(key).__name__}"
 
 
 def _parts_of_function(function: types.FunctionType, *, is_outside: bool) -> Iterator[Reached]:
@@ -127,12 +141,24 @@ def _has_attributes_of_the_program(kind: type) -> bool:
     return known
 
 
+def _dict_of(value: Any) -> dict[str, Any]:
+    """Return the dict of an object, whatever its class makes of `__dict__`."""
+    if type(value) is types.FunctionType:
+        return value.__dict__
+    for each in type(value).__mro__:
+        descriptor = vars(each).get("__dict__")
+        if type(descriptor) is types.GetSetDescriptorType:
+            found: dict[str, Any] = descriptor.__get__(value)
+            return found
+    return {}
+
+
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that an object itself holds, without asking its class."""
     kind = type(value)
     found: dict[str, Any] = {}
     if kind.__dictoffset__:
-        found |= object.__getattribute__(value, "__dict__")
+        found |= _dict_of(value)
     for each in kind.__mro__:
         for name, member in vars(each).items():
             if type(member) is types.MemberDescriptorType:
@@ -163,7 +189,7 @@ class Contents:
             if issubclass(kind, _CONTAINERS):
                 containers.append(value)
             elif kind is types.FunctionType or (_has_attributes_of_the_program(kind) and kind.__dictoffset__):
-                attributes = object.__getattribute__(value, "__dict__")
+                attributes = _dict_of(value)
                 if not any(isinstance(each, _LOCKS) for each in attributes.values()):  # other threads use it
                     containers.append(attributes)
         return cls(containers)
@@ -217,32 +243,38 @@ def is_container(value: Any) -> bool:
 
 
 def _values(container: Any) -> list[Any]:
-    return list(_base(container).values(container) if isinstance(container, dict) else container)
+    base = _base(container)
+    return list(base.values(container) if issubclass(base, dict) else base.__iter__(container))
 
 
 def _copy(container: Any) -> Any:
     """Return a copy of the base type, whatever a subclass overrides."""
     base = _base(container)
-    return deque(container, container.maxlen) if base is deque else base(container)
+    if issubclass(base, dict):
+        return base(base.items(container))
+    return deque(deque.__iter__(container), container.maxlen) if base is deque else base(base.__iter__(container))
 
 
 def _put(container: Any, held: Any) -> None:
     if not _is_same(container, held):
-        base, held = _base(container), list(held.items() if isinstance(held, dict) else held)
+        base, held = _base(container), _copy(held)
         base.clear(container)
         base.extend(container, held) if base in (list, deque) else base.update(container, held)
 
 
 def _base(container: Any) -> Any:
-    return next(base for base in (OrderedDict, dict, list, set, deque) if issubclass(type(container), base))
+    return next(
+        base for base in (OrderedDict, dict, list, tuple, set, frozenset, deque) if issubclass(type(container), base)
+    )
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two containers hold the same objects, in the same order if they have one."""
-    if len(one) != len(other):
+    values = [_values(each) for each in (one, other)]
+    if len(values[0]) != len(values[1]):
         return False
     if isinstance(one, set):
-        return set(map(id, one)) == set(map(id, other))
-    if isinstance(one, dict) and any(mine is not theirs for mine, theirs in zip(one, other, strict=True)):
+        return set(map(id, values[0])) == set(map(id, values[1]))
+    if isinstance(one, dict) and not all(map(operator.is_, _base(one).__iter__(one), _base(other).__iter__(other))):
         return False
-    return all(mine is theirs for mine, theirs in zip(_values(one), _values(other), strict=True))
+    return all(map(operator.is_, *values))

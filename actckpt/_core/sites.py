@@ -102,6 +102,8 @@ def module_name() -> str | None:
 
 def qualified_name(root: torch.nn.Module, module: torch.nn.Module) -> str:
     """Return the name of a module in the outermost one, without what torch wraps it in; its type if it is that one."""
+    if type(root).__hash__ is None or type(module).__hash__ is None:
+        return type(module).__name__
     names = _names.get(root)
     if names is None or module not in names:
         found = {inner: _unwrapped(root, name) or type(inner).__name__ for name, inner in root.named_modules()}

@@ -55,8 +55,8 @@ def bytes_cell(nbytes: float) -> Cell:
 
 
 def seconds_cell(seconds: float | None) -> Cell:
-    """Return a time, sorted by seconds; empty for none."""
-    return Cell(format_seconds(seconds) if seconds else "", seconds)
+    """Return a time, sorted by seconds; empty for none and for 0."""
+    return Cell(format_seconds(seconds) if seconds else "", seconds or None)
 
 
 def number_cell(number: int) -> Cell:

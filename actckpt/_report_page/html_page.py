@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -128,5 +129,5 @@ _NUMBER = ' class="number"'
 def _cell(cell: str | Cell) -> str:
     if not isinstance(cell, Cell):
         return f"<td>{escape(cell)}</td>"
-    key = "" if cell.key is None else f' data-key="{cell.key!r}"'
+    key = "" if cell.key is None or not math.isfinite(cell.key) else f' data-key="{cell.key!r}"'
     return f"<td{_NUMBER}{key}>{escape(cell.text)}</td>"

@@ -9,12 +9,12 @@ This is checked on calls 1, 2, 4, 8, ... of a function, on every call with `conf
 Rule 1. In forward each saved tensor leaves a checksum and two sums. Its device computes them, and the forward does not
 read them. A rerun computes them again. They are compared when backward reads the first tensor of that rerun.
 Rule 2. A difference counts when backward reads the tensor. It only warns, once per function, if rounding explains it,
-or with `preserve_rng_state=False`. Otherwise the function runs twice more, with deterministic operators and with
-uninitialized memory filled, and once more without. If the two runs agree, but neither the first nor the last one agrees
-with them, the function is pure, and its operators are not deterministic or read uninitialized memory: this warns too.
-All else raises.
-Rule 3. Not compared are parameters and views of them (reruns check their versions), tensor subclasses, tensors with
-other strides, and what operators leave unwritten or write after autograd saved it (`_UNWRITTEN`).
+or with `preserve_rng_state=False`. Otherwise the function runs four more times: twice with uninitialized memory filled,
+once without, and once more with. If the filled runs agree, and the other two agree neither with them nor with the
+forward, then the function is pure and reads memory that nobody wrote: this warns, too. All else raises.
+Rule 3. Not compared are parameters and views of them (reruns check their versions), tensor subclasses, tensors whose
+strides differ and let elements share memory, and what operators leave unwritten or write after autograd saved it
+(`_UNWRITTEN`).
 Rule 4. Nothing is compared if the hooks around the region, or around a region that it is in, belong to others: they may
 give other bytes back for its inputs.
 Rule 5. Profiles and trials time reruns without audits (`without_audits`).
@@ -25,11 +25,10 @@ from __future__ import annotations
 import functools
 import threading
 import types
-import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,9 +39,10 @@ from actckpt._core import devices, messages, torch_private
 from actckpt._core.checksums import are_close, checksum, sums, uncounted
 from actckpt._core.functions import contents_of
 from actckpt._core.hooks import is_ours
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
-from actckpt.errors import ActckptError, RerunMismatchError
+from actckpt.errors import RerunMismatchError
 
 __all__ = ["RerunAudit", "audit_of", "without_audits"]
 
@@ -79,10 +79,10 @@ _ROUNDED = WarningText(
     'policy, such as policy="matmuls", keeps their results.',
     per="function",
 )
-_UNREPEATABLE = WarningText(
-    f"{_DIFFERENT}. With deterministic operators and no uninitialized memory, it repeats itself.",
-    "Gradients are wrong if the difference reaches them. torch.use_deterministic_algorithms(True) avoids it, and "
-    'so does a policy, such as policy="matmuls", which keeps results.',
+_UNINITIALIZED = WarningText(
+    f"{_DIFFERENT}. With uninitialized memory filled, it repeats itself.",
+    "Gradients are wrong if these values reach them. Write all elements of what torch.empty returns, or pass a policy, "
+    'such as policy="matmuls", which keeps results.',
     per="function",
 )
 _OTHER_NUMBERS = WarningText(
@@ -93,10 +93,17 @@ _OTHER_NUMBERS = WarningText(
 
 
 _thread = threading.local()
-#: Calls that audits may look at, by module or code.
-_num_calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-#: torch's switch for filling new memory.
-_filling: Any = torch.utils.deterministic
+#: Attribute of tensors that stand for a parameter in nested reruns (kParameterMark in csrc/rerun/held.h).
+_OF_PARAMETER = "_actckpt_parameter"
+_Key = tuple[Any, ...]
+#: Calls that audits may look at: number, and references to the objects that the key names by id().
+_calls: dict[_Key, tuple[int, tuple[weakref.ref[Any], ...]]] = {}
+#: How deep functions in closures of functions are told apart.
+_DEPTH = 3
+#: Numbers below this, and texts shorter than this, tell functions apart; larger ones may count steps.
+_FEW = 64
+#: Number of keys at most: they may hold numbers.
+_MOST_KEYS = 4096
 
 
 def audit_of(function: Callable[..., Any], *, raises: bool) -> RerunAudit | Literal[False] | None:
@@ -119,21 +126,52 @@ def audit_of(function: Callable[..., Any], *, raises: bool) -> RerunAudit | Lite
 
 
 def _count(function: Callable[..., Any]) -> int:
-    """Count a call of a function; return its number."""
-    owner = _owner(function)
-    number = _num_calls[owner] = _num_calls.get(owner, 0) + 1
+    """Count a call of a function, or of functions that look the same; return its number."""
+    named: list[Any] = []
+    key = _key(function, named)
+    known = _calls.get(key)
+    if known is not None and all(one() is other for one, other in zip(known[1], named, strict=True)):
+        number, references = known[0] + 1, known[1]
+    else:
+        number, references = 1, tuple([weakref.ref(each, functools.partial(_forget, key)) for each in named])
+        if len(_calls) >= _MOST_KEYS:
+            _calls.clear()
+    _calls[key] = number, references
     return number
 
 
-def _owner(function: Callable[..., Any]) -> Any:
-    """Return what tells a function from others: its module, or its code if it knows no module."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    if isinstance(function, types.FunctionType):
-        known = [*map(contents_of, function.__closure__ or ()), *(function.__defaults__ or ())]
-        return next((value for value in known if isinstance(value, torch.nn.Module)), function.__code__)
-    owner = function.__self__ if isinstance(function, types.MethodType) else function
-    return owner if isinstance(owner, torch.nn.Module) else type(owner)
+def _forget(key: _Key, reference: weakref.ref[Any]) -> None:
+    known = _calls.get(key)
+    if known is not None and any(each is reference for each in known[1]):
+        del _calls[key]
+
+
+def _key(value: Any, named: list[Any], depth: int = _DEPTH) -> _Key:
+    """Return what tells a function from others: itself, or its code with what its closure and defaults hold.
+
+    Args:
+        named: gets the objects that the key names by id().
+        depth: of functions in closures.
+    """
+    kind = type(value)
+    if (kind in (int, bool) and abs(value) < _FEW) or (kind is str and len(value) < _FEW):
+        return (value,)
+    if issubclass(kind, functools.partial):
+        return _key(value.func, named, depth)
+    if kind is types.MethodType:
+        value, kind = value.__self__, type(value.__self__)
+    if kind is types.FunctionType and depth > 0:
+        named.append(value.__code__)
+        parts = [*map(contents_of, value.__closure__ or ()), *(value.__defaults__ or ())]
+        return (id(value.__code__), *[_key(part, named, depth - 1) for part in parts])
+    if not issubclass(kind, torch.nn.Module) and depth < _DEPTH:
+        return (kind.__name__,)  # of data, such as a tensor, there may be another one in each call
+    try:
+        weakref.ref(value)
+    except TypeError:
+        return (kind.__name__, getattr(value, "__name__", ""))
+    named.append(value)
+    return (id(value),)
 
 
 def _may_audit(hooks: torch_private.Hooks) -> bool:
@@ -167,7 +205,7 @@ class _Digest(NamedTuple):
 class RerunAudit:
     """Checksums of what one region saves (NOTE [ Audit of reruns ]). Its methods are called from C++."""
 
-    __slots__ = ("_diagnosis", "_different", "_found", "_modules", "_name", "_raises", "_rerun")
+    __slots__ = ("_different", "_found", "_is_explaining", "_modules", "_name", "_raises", "_rerun")
 
     def __init__(self, name: str, *, raises: bool) -> None:
         #: Of the function, for messages.
@@ -176,10 +214,10 @@ class RerunAudit:
         #: By index of the saved tensor: in forward, and in the last rerun.
         self._found: dict[int, _Digest] = {}
         self._rerun: dict[int, _Digest] = {}
-        #: Indices of tensors that differ, and whether that is an error; None: not compared yet.
-        self._different: dict[int, bool] | None = None
-        #: How the current rerun runs, if it is one of those that explain a difference.
-        self._diagnosis: Literal["deterministic", "usual"] | None = None
+        #: Warnings by index of tensors that differ; None for an error. None: not compared yet.
+        self._different: dict[int, WarningText | None] | None = None
+        #: Whether the current rerun is one of those that explain a difference.
+        self._is_explaining = False
         #: Modules that saved the tensors.
         self._modules: dict[int, str | None] = {}
 
@@ -191,14 +229,12 @@ class RerunAudit:
     def begin_rerun(self) -> None:
         """Forget what an earlier rerun saved."""
         self._rerun = {}
-        if self._diagnosis is None:
+        if not self._is_explaining:
             self._modules, self._different = {}, None
-        elif self._diagnosis == "deterministic":  # here, since a rerun restores the settings of its forward first
-            torch.use_deterministic_algorithms(True, warn_only=True)
 
     def note_again(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the rerun saves."""
-        if index not in self._found or (digest := _digest(tensor)) is None:
+        if index not in self._found or (digest := _digest(tensor, self._found[index])) is None:
             return
         self._rerun[index] = digest
         self._modules.setdefault(index, module_name())
@@ -216,33 +252,39 @@ class RerunAudit:
         where = f" in {module}" if module else ""
         what = {"name": self._name, "index": index, "where": where, "node": node.name()}
         what |= {"shape": found.shape, "dtype": found.dtype}
-        text = _ROUNDED if self._raises else _OTHER_NUMBERS
-        if self._different[index] and self._raises:
-            if not self._is_explained(index, slot):
-                message = _DIFFERENT.format(**what)
-                raise RerunMismatchError(f"{message}, so this backward has no right gradient.\n{_ADVICE}")
-            text, self._different = _UNREPEATABLE, {}
+        text = self._different[index]
+        if text is None:
+            text = self._explain(slot)[index]
+        if text is None:
+            message = _DIFFERENT.format(**what)
+            raise RerunMismatchError(f"{message}, so this backward has no right gradient.\n{_ADVICE}")
         warn_once(text, self._name, **what)
 
-    def _is_explained(self, index: int, slot: object) -> bool:
-        """Whether the function is pure, but for operators that do not repeat their results (Rule 2)."""
-        found = [self._rerun[index]]
+    def _explain(self, slot: object) -> dict[int, WarningText | None]:
+        """Find which differences come from uninitialized memory (Rule 2); return the warnings by index."""
+        assert self._different is not None
+        first, found = self._rerun, []
+        self._is_explaining = True
         try:
-            for self._diagnosis in ("deterministic", "deterministic", "usual"):
-                with _deterministic() if self._diagnosis == "deterministic" else nullcontext():
+            for is_filled in (True, True, False, True):
+                with _Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
                     _C.rerun_again(slot)
-                found.append(self._rerun[index])
-        except (ActckptError, KeyError):  # another run of the function saves other tensors
-            return False
+                found.append(self._rerun)
+        except Exception:
+            return self._different
         finally:
-            self._diagnosis = None
-        first, one, other, last = found
+            self._rerun, self._is_explaining = first, False
+        filled, unfilled = (found[0], found[1], found[3]), (first, found[2])
         with Paused(), uncounted():
-            repeats = torch.equal(one.checksum, other.checksum)
-            return repeats and not _is_same(first, one) and not _is_same(last, one)
+            for index, text in self._different.items():
+                runs = [run.get(index) for run in (*filled, *unfilled)]
+                digests = [each for each in runs if each is not None]
+                if text is None and len(digests) == len(runs) and _depends_on_memory(*digests):
+                    self._different[index] = _UNINITIALIZED
+        return self._different
 
-    def _compared(self) -> dict[int, bool]:
-        """Return the indices of tensors that differ, and whether rounding does not explain it."""
+    def _compared(self) -> dict[int, WarningText | None]:
+        """Return the tensors that differ, with a warning where rounding explains it."""
         with Paused(), uncounted():
             pairs = {
                 index: (self._found[index], again)
@@ -256,20 +298,43 @@ class RerunAudit:
             for indices in by_device.values():  # waits for each device once
                 forward, rerun = (torch.stack([pairs[i][run].checksum for i in indices]) for run in (0, 1))
                 different += [i for i, same in zip(indices, (forward == rerun).tolist(), strict=True) if not same]
-            return {i: not _is_rounded(*pairs[i]) for i in different}
+            if not self._raises:
+                return dict.fromkeys(different, _OTHER_NUMBERS)
+            return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
 
 
-def _digest(tensor: Tensor) -> _Digest | None:
+class _Filling(ObservingMode):
+    """Fills uninitialized memory that operators of this thread return."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "overloadpacket", None) in _EMPTY and result.numel():
+            result.fill_(3 if result.is_floating_point() else 0)  # numbers that do no harm as indices, either
+        return result
+
+
+_ATEN = torch.ops.aten
+_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
+
+
+def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
+    """Return the digest of a tensor, laid out as in the forward where no elements share memory."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.is_meta or tensor.is_quantized:
         return None
     base = tensor._base if tensor._is_view() else tensor
-    if base is None or (base.is_leaf and base.requires_grad) or torch_private.is_zero_tangent(tensor):
+    is_of_parameter = isinstance(base, torch.nn.Parameter) or hasattr(base, _OF_PARAMETER)
+    if base is None or is_of_parameter or torch_private.is_zero_tangent(tensor):
         return None
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         return None
     has_sums = tensor.is_floating_point() or tensor.is_complex()
     with Paused(), suppress(torch.OutOfMemoryError, NotImplementedError):  # an audit must not fail the step
+        if forward is not None and forward.strides != tensor.stride() and _are_apart(forward.shape, forward.strides):
+            with uncounted():
+                tensor = tensor.new_empty_strided(forward.shape, forward.strides).copy_(tensor)
         return _Digest(
             tuple(tensor.shape),
             tensor.stride(),
@@ -289,19 +354,21 @@ def _is_same(one: _Digest, other: _Digest) -> bool:
     return torch.equal(one.checksum, other.checksum) or _is_rounded(one, other)
 
 
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Run the body, which asks for deterministic operators, without warnings of those that are not."""
-    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = _filling.fill_uninitialized_memory
-    _filling.fill_uninitialized_memory = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        _filling.fill_uninitialized_memory = fills
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+def _depends_on_memory(one: _Digest, other: _Digest, third: _Digest, *unfilled: _Digest) -> bool:
+    """Whether runs with filled memory agree, and runs without do not agree with them."""
+    are_same = torch.equal(one.checksum, other.checksum) and torch.equal(one.checksum, third.checksum)
+    return are_same and not any(_is_same(one, each) for each in unfilled)
+
+
+def _are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether no elements share memory."""
+    dims = sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size > 1)
+    reach = 1
+    for stride, size in dims:
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True
 
 
 def _is_unwritten(node: Any, slot: object) -> bool:

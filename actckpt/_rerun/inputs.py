@@ -267,8 +267,9 @@ class Inputs:
 
         self._contents.note_changes(without_graph)
         self._held.forward_done(aliases)
-        for _, watched in self._outside if aliases else ():
-            watched.hold_instead(aliases.get(id(watched.tensor), watched.tensor))
+        for _, watched in self._outside:  # the forward may have displaced it
+            if (alias := _C.without_graph(watched.tensor)) is not watched.tensor:
+                watched.hold_instead(alias)
         if self._buffers is not None:
             self._buffers.forward_done()
 

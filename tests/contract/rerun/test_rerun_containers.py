@@ -404,3 +404,16 @@ def test_a_proxy_of_nothing_in_an_object_is_not_touched(proxy: Callable[[], Any]
     x = leaf(3)
     ours(lambda x: (x * state.value).exp(), x).sum().backward()
     assert x.grad is not None
+
+
+class Present(list[Any]):
+    """Shows only some of its elements."""
+
+    def __iter__(self) -> Any:
+        return (value for value in list.__getitem__(self, slice(None)) if value is not None)
+
+
+def test_a_list_that_shows_other_elements_than_it_holds_is_left_alone() -> None:
+    values = Present([1.0, None, 2.0])
+    ours(lambda x, values: (x * values[0]).sin().cos(), leaf(3), values).sum().backward()
+    assert list.__len__(values) == 3
