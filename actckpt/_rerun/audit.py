@@ -10,14 +10,14 @@ Rule 1. In forward each saved tensor leaves a checksum and two sums. Its device 
 read them. A rerun computes them again. They are compared when backward reads the first tensor of that rerun.
 Rule 2. A difference counts when backward reads the tensor. It only warns, once per function, if rounding explains it,
 or with `preserve_rng_state=False`. Otherwise the function runs four more times: twice with uninitialized memory filled,
-once without, and once more with. If the filled runs agree, and the other two agree neither with them nor with the
-forward, then the function is pure and reads memory that nobody wrote: this warns, too. All else raises.
+once without filling, once with. If the filled runs agree with each other, and no other run agrees with them, the
+function depends on uninitialized memory, and this warns, too. All other differences raise.
 Rule 3. Not compared are parameters and views of them (reruns check their versions), tensor subclasses, tensors whose
 strides differ and let elements share memory, and what operators leave unwritten or write after autograd saved it
 (`_UNWRITTEN`).
 Rule 4. Nothing is compared if the hooks around the region, or around a region that it is in, belong to others: they may
 give other bytes back for its inputs.
-Rule 5. Profiles and trials time reruns without audits (`without_audits`).
+Rule 5. Profiles time reruns without audits (`without_audits`). Trials do not: an audited cycle takes longer.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _ROUNDED = WarningText(
 )
 _UNINITIALIZED = WarningText(
     f"{_DIFFERENT}. With uninitialized memory filled, it repeats itself.",
-    "Gradients are wrong if these values reach them. Write all elements of what torch.empty returns, or pass a policy, "
-    'such as policy="matmuls", which keeps results.',
+    "Gradients that depend on these values are wrong. Write every element of a tensor from torch.empty, or pass a "
+    'policy, such as policy="matmuls", which keeps results.',
     per="function",
 )
 _OTHER_NUMBERS = WarningText(
@@ -98,11 +98,11 @@ _OF_PARAMETER = "_actckpt_parameter"
 _Key = tuple[Any, ...]
 #: Calls that audits may look at: number, and references to the objects that the key names by id().
 _calls: dict[_Key, tuple[int, tuple[weakref.ref[Any], ...]]] = {}
-#: How deep functions in closures of functions are told apart.
+#: Maximum nesting of closures that a key looks into.
 _DEPTH = 3
-#: Numbers below this, and texts shorter than this, tell functions apart; larger ones may count steps.
+#: Integers below this, and strings shorter than this, are part of a key; larger ones may count steps.
 _FEW = 64
-#: Number of keys at most: they may hold numbers.
+#: Maximum number of keys.
 _MOST_KEYS = 4096
 
 

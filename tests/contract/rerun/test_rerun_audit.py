@@ -142,7 +142,7 @@ def test_modes_of_the_program_see_no_audit(audit: Any) -> None:
 
 
 def _reads_new_memory(x: Tensor) -> Tensor:
-    """Compute on rows that nobody writes, as padding of experts' tokens, and leave them out of the result."""
+    """Compute on uninitialized rows, like the padding of experts' tokens, and return only the other rows."""
     rows = torch.empty(2 * len(x))
     rows[: len(x)] = x.detach()
     memory = rows.numpy()[len(x) :]

@@ -306,9 +306,9 @@ def test_attributes_of_modules_are_left_as_a_second_call_leaves_them() -> None:
 
 def test_an_object_that_leads_to_a_whole_program_costs_bounded_time() -> None:
     program = Plain([Plain({"values": list(range(1000))}) for _ in range(1000)])
-    x, started = leaf(3), time.perf_counter()
+    x, started = leaf(3), time.process_time()
     ours(lambda x: (x * len(program.value)).exp(), x).sum().backward()
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None:

@@ -1,4 +1,4 @@
-"""How much of what a function reaches is looked at, and what containers get back."""
+"""The walk over the objects of a call is bounded, and restored containers hold what they held."""
 
 from __future__ import annotations
 
