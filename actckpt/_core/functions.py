@@ -10,7 +10,7 @@ import torch
 
 from actckpt._core import messages
 
-__all__ = ["EMPTY_CELL", "check_runs_when_called", "contents_of", "global_names", "is_of_module"]
+__all__ = ["EMPTY_CELL", "assigned_variables", "check_runs_when_called", "contents_of", "global_names", "is_of_module"]
 
 EMPTY_CELL = object()
 
@@ -55,3 +55,11 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
         if isinstance(constant, types.CodeType):
             names.update(global_names(constant))
     return tuple(sorted(names))
+
+
+@lru_cache(maxsize=4096)
+def assigned_variables(code: types.CodeType) -> frozenset[str]:
+    """Return the variables of its closure that `code`, or a function inside it, assigns."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inner = [assigned_variables(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_freevars) & names.union(*inner)

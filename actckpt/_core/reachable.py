@@ -34,21 +34,21 @@ class Reached(NamedTuple):
 
     place: str
     value: Any
-    #: Whether it was found in an object or a global variable, not in the call itself.
+    #: Whether it was found in an object or a global variable, not in the arguments or the closure.
     is_outside: bool = False
     #: Whether it is the value of a global variable.
     is_global: bool = False
 
 
-def reachable(roots: Iterable[Reached], left_alone: Iterable[Any] = ()) -> Iterator[Reached]:
+def reachable(roots: Iterable[Reached], excluded: Iterable[Any] = ()) -> Iterator[Reached]:
     """Yield each object that is reachable once, the nearest first. Tensors and modules are not looked into.
 
     Args:
         roots: function and arguments of a call.
-        left_alone: objects that do not count, nor does what only they lead to.
+        excluded: objects that are not yielded, nor is what only they lead to.
     """
-    left_alone = list(left_alone)
-    seen, waiting, num_left = set(map(id, left_alone)), deque(roots), _MAX_IN_OBJECTS
+    excluded = list(excluded)
+    seen, waiting, num_left = set(map(id, excluded)), deque(roots), _MAX_IN_OBJECTS
     while waiting:
         reached = waiting.popleft()
         value, kind = reached.value, type(reached.value)
@@ -128,13 +128,15 @@ def _package(module: object) -> str:
     return module.partition(".")[0] if isinstance(module, str) else ""
 
 
+#: Py_TPFLAGS_HEAPTYPE: the type was made by a class statement.
+_HEAP_TYPE = 1 << 9
 _of_the_program: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 
 
 def _has_attributes_of_the_program(kind: type) -> bool:
     known = _of_the_program.get(kind)
     if known is None:
-        kinds = [each for each in kind.__mro__ if each.__flags__ & 1 << 9]  # defined in Python
+        kinds = [each for each in kind.__mro__ if each.__flags__ & _HEAP_TYPE]
         packages = [_package(each.__module__) for each in kinds]
         is_own = kind in kinds and packages[0] not in _PRIVATE and "torch" not in packages
         known = _of_the_program[kind] = is_own or kind is types.SimpleNamespace
@@ -155,18 +157,24 @@ def _dict_of(value: Any) -> dict[str, Any]:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes that an object itself holds, without asking its class."""
-    kind = type(value)
-    found: dict[str, Any] = {}
-    if kind.__dictoffset__:
-        found |= _dict_of(value)
-    for each in kind.__mro__:
-        for name, member in vars(each).items():
-            if type(member) is types.MemberDescriptorType:
-                try:
-                    found[name] = member.__get__(value)
-                except AttributeError:
-                    continue
-    return found
+    found = dict(_dict_of(value)) if type(value).__dictoffset__ else {}
+    return found | {slot.__name__: held for slot, held in _slots_of(value) if held is not _EMPTY}
+
+
+_EMPTY = object()
+
+
+def _slots_of(value: Any) -> list[tuple[types.MemberDescriptorType, Any]]:
+    """Return the slots of an object and what they hold, `_EMPTY` for nothing."""
+    slots = [each for kind in type(value).__mro__ for each in vars(kind).values()]
+    return [(slot, _in_slot(slot, value)) for slot in slots if type(slot) is types.MemberDescriptorType]
+
+
+def _in_slot(slot: types.MemberDescriptorType, value: Any) -> Any:
+    try:
+        return slot.__get__(value)
+    except AttributeError:
+        return _EMPTY
 
 
 class Contents:
@@ -177,28 +185,35 @@ class Contents:
     """
 
     def __init__(self, containers: Iterable[Any]) -> None:
-        #: With copies of what they held.
+        #: Containers, and copies of them.
         self._held = [(container, _copy(container)) for container in containers]
+        #: Slots of objects: object, slot, and what it held.
+        self._slots: list[tuple[Any, types.MemberDescriptorType, Any]] = []
 
     @classmethod
     def of(cls, found: Iterable[Reached]) -> Contents:
-        """Return the contents of containers and of attributes of objects."""
-        containers = []
+        """Return the contents of containers, and of attributes and slots of objects."""
+        containers, slots = [], []
         for _, value, *_ in found:
             kind = type(value)
             if issubclass(kind, _CONTAINERS):
                 containers.append(value)
-            elif kind is types.FunctionType or (_has_attributes_of_the_program(kind) and kind.__dictoffset__):
-                attributes = _dict_of(value)
-                if not any(isinstance(each, _LOCKS) for each in attributes.values()):  # other threads use it
-                    containers.append(attributes)
-        return cls(containers)
+            elif kind is types.FunctionType or _has_attributes_of_the_program(kind):
+                if any(isinstance(each, _LOCKS) for each in _attributes(value).values()):
+                    continue  # other threads use it
+                if kind.__dictoffset__:
+                    containers.append(_dict_of(value))
+                if kind is not types.FunctionType:
+                    slots += [(value, slot, held) for slot, held in _slots_of(value)]
+        contents = cls(containers)
+        contents._slots = slots
+        return contents
 
-    def note_changes(self, replaced: Callable[[Any], Any]) -> None:
-        """Note which containers hold other objects now.
+    def replace_displaced(self, replaced: Callable[[Any], Any]) -> None:
+        """Hold other objects in the place of those that a container does not hold any more.
 
         Args:
-            replaced: returns what to hold instead of an object that a container does not hold any more.
+            replaced: returns the object to hold.
         """
         for container, held in self._held:
             if _is_same(container, held):
@@ -231,6 +246,13 @@ class Contents:
         """Put back what they held."""
         for container, held in self._held:
             _put(container, held)
+        for value, slot, before in self._slots:
+            if _in_slot(slot, value) is before:
+                continue
+            if before is _EMPTY:
+                slot.__delete__(value)
+            else:
+                slot.__set__(value, before)
 
 
 _CONTAINERS = (list, dict, set, deque)
@@ -258,7 +280,8 @@ def _copy(container: Any) -> Any:
 def _put(container: Any, held: Any) -> None:
     if not _is_same(container, held):
         base, held = _base(container), _copy(held)
-        base.clear(container)
+        if not (issubclass(base, dict) and _has_keys_of(container, held)):  # attributes stay readable meanwhile
+            base.clear(container)
         base.extend(container, held) if base in (list, deque) else base.update(container, held)
 
 
@@ -275,6 +298,12 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, set):
         return set(map(id, values[0])) == set(map(id, values[1]))
-    if isinstance(one, dict) and not all(map(operator.is_, _base(one).__iter__(one), _base(other).__iter__(other))):
+    if isinstance(one, dict) and not _has_keys_of(one, other):
         return False
     return all(map(operator.is_, *values))
+
+
+def _has_keys_of(one: Any, other: Any) -> bool:
+    """Whether two dicts have the same keys, in the same order."""
+    keys = [list(_base(each).__iter__(each)) for each in (one, other)]
+    return len(keys[0]) == len(keys[1]) and all(map(operator.is_, *keys))

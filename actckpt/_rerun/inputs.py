@@ -37,7 +37,7 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import messages
-from actckpt._core.functions import contents_of
+from actckpt._core.functions import assigned_variables, contents_of
 from actckpt._core.reachable import Contents, Reached, is_container, reachable
 from actckpt._core.tensor_changes import Watched
 from actckpt._rerun.buffers import Buffers, Stale
@@ -57,14 +57,14 @@ class Survey:
     """Everything reachable from a region's function and arguments, each object once.
 
     Args:
-        left_alone: objects that reruns find as they are, with all that they lead to.
+        excluded: objects that reruns find as they are, with all that they lead to.
     """
 
-    def __init__(self, call: Call, left_alone: Sequence[Any] = ()) -> None:
+    def __init__(self, call: Call, excluded: Sequence[Any] = ()) -> None:
         function, args, kwargs = call
         roots = [Reached(f"Argument {i}", value) for i, value in enumerate(args)]
         roots += [Reached(f"Keyword argument {name!r}", value) for name, value in kwargs.items()]
-        found = list(reachable([*roots, Reached("The function", function)], left_alone))
+        found = list(reachable([*roots, Reached("The function", function)], excluded))
         inside = [reached for reached in found if not reached.is_outside]
         tensors = _of(Tensor, found)
         #: Tensors of the call, where they were found, and whether in a global variable.
@@ -115,6 +115,13 @@ class Originals:
         cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
         self._rebound: list[tuple[types.CellType, Any]] = []
+        #: id() of the cells that a function assigns: a rerun that stops early may leave them changed.
+        self._assigned_ids = {
+            id(cell)
+            for function in functions
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+            if name in assigned_variables(function.__code__)
+        }
 
     def forward_done(self, kept: dict[int, Tensor]) -> None:
         """Record what the forward itself rebound, or changed in a global tensor.
@@ -148,7 +155,8 @@ class Originals:
         if rebound:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
-        return Restored(call, self.tensors, [*self._rebound, *unchanged])
+        put_back = [(cell, value) for cell, value in unchanged if id(cell) in self._assigned_ids]
+        return Restored(call, self.tensors, [*self._rebound, *put_back])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -265,7 +273,7 @@ class Inputs:
             alias = _C.without_graph(value)
             return value if alias is value else aliases.setdefault(id(value), alias)
 
-        self._contents.note_changes(without_graph)
+        self._contents.replace_displaced(without_graph)
         self._held.forward_done(aliases)
         for _, watched in self._outside:  # the forward may have displaced it
             if (alias := _C.without_graph(watched.tensor)) is not watched.tensor:

@@ -359,17 +359,17 @@ def held_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     hooks: Any,
-    left_alone: Sequence[Any] = (),
+    excluded: Sequence[Any] = (),
 ) -> Inputs:
     """Hold the inputs of a region: packed where hooks are active outside, else as they are.
 
     Args:
         hooks: (pack, unpack) for the tensors where none are active outside; None: hold the tensors.
-        left_alone: objects that reruns find as they are, whatever of them the function reaches.
+        excluded: objects that reruns find as they are, whatever of them the function reaches.
     """
     call = (function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     exclusive_ids = set() if outer is None else _C.exclusive_ids(args, kwargs)  # before the survey refers to them
-    survey = Survey(call, left_alone)
+    survey = Survey(call, excluded)
     held = Originals(call, survey) if outer is None else Packed(call, survey, outer, exclusive_ids)
     return Inputs(held, survey, function, held.rebuilt_ids if isinstance(held, Packed) else set())

@@ -66,7 +66,7 @@ def _line(plan: Plan, row: Row) -> Sequence[str | Cell]:
 
 
 def _trials(plan: Plan) -> list[Table]:
-    """Return the table of what was run; none where nothing was."""
+    """Return the table of the trials; no table if there were no trials."""
     lines = [
         (
             f"{raced.name} (chosen)" if raced.name == plan.chosen else raced.name,

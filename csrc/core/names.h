@@ -14,7 +14,6 @@ namespace actckpt {
   X(another_version_alias, "another_version_alias") \
   X(are_as_found, "are_as_found") \
   X(ask_policy, "ask_policy") \
-  X(args, "args") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
   X(begin_rerun, "begin_rerun") \
@@ -61,7 +60,6 @@ namespace actckpt {
   X(makes_one, "makes_one") \
   X(made_by_nothing, "(input)")    /* operator name of inputs in reports */ \
   X(made_unseen, "(not recorded)") /* and of values made without a recorded operator */ \
-  X(module, "__module__") \
   X(modules, "_modules") \
   X(move, "offload") /* method of a tape */ \
   X(name, "name") \
@@ -82,7 +80,6 @@ namespace actckpt {
   X(self_name, "self") \
   X(set, "set_") \
   X(set_state, "set_state") \
-  X(slots, "__slots__") \
   X(tape, "tape") \
   X(tensor_positions, "tensor_positions") \
   X(torch_prefix, "torch.") /* prefix of torch's module names */ \

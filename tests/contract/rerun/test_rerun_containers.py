@@ -417,3 +417,18 @@ def test_a_list_that_shows_other_elements_than_it_holds_is_left_alone() -> None:
     values = Present([1.0, None, 2.0])
     ours(lambda x, values: (x * values[0]).sin().cos(), leaf(3), values).sum().backward()
     assert list.__len__(values) == 3
+
+
+def test_a_closure_variable_that_other_code_sets_during_a_rerun_stays() -> None:
+    scale, runs = 2.0, Log()
+
+    class Other:
+        def run(self) -> None:
+            nonlocal scale
+            runs.append(1)
+            if len(runs) == 2:
+                scale = 5.0
+
+    other = Other()
+    ours(lambda x: ((x * scale).exp(), other.run())[0], leaf(3), early_stop=False).sum().backward()
+    assert len(runs) == 2 and scale == 5.0

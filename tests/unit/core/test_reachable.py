@@ -62,3 +62,18 @@ def test_containers_get_back_what_they_held(container: Any) -> None:
     with contents.restored():
         assert (list(base.items(container)) if issubclass(base, dict) else list(container)) == held
     assert base.__len__(container) == 0
+
+
+class Slotted:
+    """Holds one value in a slot, may hold another, and has attributes."""
+
+    __slots__ = ("__dict__", "first", "second")
+
+
+def test_objects_get_back_what_attributes_and_slots_held() -> None:
+    one = Slotted()
+    one.first, one.attribute = 1, 2  # type: ignore[attr-defined]
+    contents = Contents.of(reachable([Reached("", one)]))
+    one.first, one.second, one.attribute = 3, 4, 5  # type: ignore[attr-defined]
+    contents.restore()
+    assert (one.first, one.attribute, hasattr(one, "second")) == (1, 2, False)  # type: ignore[attr-defined]
