@@ -12,11 +12,11 @@ forward began. Afterwards they hold again what they held before the rerun. So it
 code after it changed them, and nothing is appended twice. Such reruns run one at a time, as those that restore random
 state do. Objects, their attributes and global variables are not restored: a function that changes them is not pure,
 which the audit finds (NOTE [ Audit of reruns ]).
-Rule 3. Only the identity of what containers hold is recorded. A tensor that only objects lead to may change as long as
-no rerun reads it: once one has changed, reruns run under a mode that raises at a read. The region holds what the
-forward found, never what it left: that may lead to the region's saved tensors, which own the region, and Python's
-collector does not see cycles through autograd nodes. Nor does it hold the graph of a tensor that the forward displaced:
-the previous call may have left it, and its graph would own that call's region.
+Rule 3. A region holds references to the objects that containers held when the forward began, not copies. It holds no
+object that the forward added: that may lead to the region's saved tensors, which own the region, and Python's collector
+does not see cycles through autograd nodes. Of a tensor that the forward removed it holds an alias without the graph,
+since the graph of the previous call would own that call's region. A tensor that only objects hold may change if no
+rerun reads it: after a change, reruns run under a mode that raises at a read.
 Rule 4. Parameters of the called module (or of the module whose `forward` is called) must be unchanged in a rerun
 (csrc/rerun/parameters.h). Buffers may change: NOTE [ Buffers ]. Modules are found in objects and global variables, too.
 Rule 5. If saved-tensor hooks were active at opening (an outer checkpoint, `save_on_cpu`), tensors go through them. The
