@@ -192,7 +192,7 @@ def changed_error(changed: HeldTensorChanged, args: Sequence[Any]) -> InputChang
     """Return the error for a held tensor that was changed in place."""
     held = changed.held
     index = next((i for i, value in enumerate(args) if value is held), None)
-    place = "A tensor in a container or closure" if index is None else f"Argument {index}"
+    place = "A tensor in a tuple" if index is None else f"Argument {index}"
     if version_of(held.held) == held.version:
         return input_changed(place, OTHER_MEMORY)
     return input_changed(place, "was changed in place", held.held, held.version)

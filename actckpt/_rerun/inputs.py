@@ -19,8 +19,9 @@ since the graph of the previous call would own that call's region. A tensor that
 rerun reads it: after a change, reruns run under a mode that raises at a read.
 Rule 4. Parameters of the called module (or of the module whose `forward` is called) must be unchanged in a rerun
 (csrc/rerun/parameters.h). Buffers may change: NOTE [ Buffers ]. Modules are found in objects and global variables, too.
-Rule 5. If saved-tensor hooks were active at opening (an outer checkpoint, `save_on_cpu`), tensors go through them. The
-region holds only the packed objects, so an outer checkpoint frees the inner one's inputs. See packed.py.
+Rule 5. If saved-tensor hooks were active at opening (an outer checkpoint, `save_on_cpu`), tensors among the arguments
+go through them. The region holds only the packed objects, so an outer checkpoint frees the inner one's inputs. See
+packed.py.
 Rule 6. Inference tensors have no version counter. A rerun gets a copy of such a module argument, and of such a tensor
 under Rule 5. If it gets the object itself, or if a parameter is one, it is compared with a copy.
 """
@@ -107,18 +108,17 @@ class _WatchedInput:
 class Originals:
     """The function and arguments themselves, watched for changes (Rules 1 to 3)."""
 
-    def __init__(self, call: Call, survey: Survey, *, watch_cells: bool = True) -> None:
+    def __init__(self, call: Call, survey: Survey) -> None:
         self._call = call
         self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
         self.argument_ids = set(map(id, call[1])) | set(map(id, call[2].values()))
-        functions = survey.functions if watch_cells else []
-        cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
+        cells = {id(cell): cell for function in survey.functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
         self._rebound: list[tuple[types.CellType, Any]] = []
         #: id() of the cells that a function assigns: a rerun that stops early may leave them changed.
         self._assigned_ids = {
             id(cell)
-            for function in functions
+            for function in survey.functions
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
             if name in assigned_variables(function.__code__)
         }
@@ -231,17 +231,13 @@ class _Rebinding:
 
 
 class Inputs:
-    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ].
-
-    Args:
-        rebuilt_ids: id() of the containers that are built again for each rerun.
-    """
+    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
     __slots__ = ("_buffers", "_contents", "_held", "_outside", "devices", "generators", "name", "parameters")
 
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any], rebuilt_ids: set[int]) -> None:
+    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
         self._held = held
-        self._contents = Contents(each for each in survey.containers if id(each) not in rebuilt_ids)
+        self._contents = Contents(survey.containers)
         self._outside = [(place, Watched(tensor)) for place, tensor in survey.outside]
         #: The function's name, for error messages.
         self.name = messages.name_of(function)
@@ -293,7 +289,8 @@ class Inputs:
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors that are held directly."""
-        return self._held.tensors if isinstance(self._held, Originals) else []
+        tensors: list[Tensor] = self._held.tensors
+        return tensors
 
     @contextmanager
     def as_found(self, *, checks: bool) -> Iterator[None]:

@@ -37,7 +37,6 @@
 #include "replay/depth_first.h"
 #include "replay/execute.h"
 #include "replay/unpack.h"
-#include "rerun/exclusive.h"
 #include "rerun/frame.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
@@ -78,7 +77,6 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_numerics_functions(module);
   actckpt::add_mode_functions(module);
   actckpt::add_read_functions(module);
-  actckpt::add_exclusive_functions(module);
   actckpt::add_swap_functions(module);
   actckpt::add_all_or_nothing(module);
   actckpt::add_region_functions(module);
