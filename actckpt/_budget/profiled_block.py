@@ -54,11 +54,13 @@ class ProfiledBlock:
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
     def with_casts(self, casts: tuple[Cast, ...]) -> ProfiledBlock:
-        """Return the block with only these casts in the cache; the others are ordinary values."""
+        """Return the block with only these casts in the cache; the others are values that were in it in forward."""
         lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
         if not lost:
             return self
-        return dataclasses.replace(self._with_values(lost), casts=casts)
+        block = self._with_values(lost)
+        values = [dataclasses.replace(value, cached=value.name in lost) for value in block.costs.values]
+        return dataclasses.replace(block, costs=dataclasses.replace(block.costs, values=tuple(values)), casts=casts)
 
     def without_replaced(self) -> ProfiledBlock:
         """Return the block without storages that were held when its forward had ended and are gone: replaced states.

@@ -81,12 +81,11 @@ class CycleModel:
         return with_block_names(table, [call.block for call in self.calls])
 
     def plain_bytes(self, costs: CostTable) -> float:
-        """Return the peak if everything is kept. Casts held by both autocast's cache and blocks count once."""
+        """Return the peak if everything is kept."""
         from actckpt._budget.simple import plain_plan  # imports the solver, which takes half a second
         from actckpt.planner.simulation import needs
 
-        rows = zip(self._rows, needs(costs, plain_plan(costs)), strict=True)
-        return max(float(need) - row.segment.cached_bytes for row, need in rows)
+        return float(max(needs(costs, plain_plan(costs))))
 
     def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:
         segment, blocks = row.segment, row.blocks
@@ -111,6 +110,7 @@ class CycleModel:
             replay_bytes=bases[_REPLAYED],
             rerun_bytes=bases[_RERUN],
             kept_limit_bytes=limit,
+            holds_casts=segment.holds_casts,
             seconds=segment.seconds if segment.running < 0 else 0.0,
         )
 

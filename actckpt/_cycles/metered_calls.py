@@ -129,18 +129,25 @@ class MeteredCalls:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
         if block is not None:  # else the cycle is measured again
             self.profiled.append(block)
+            for cast in block.casts:
+                weakref.finalize(cast.storage(), self._cast_died, self._cycle).atexit = False
         return result
 
     def _unmuted(self) -> Any:
         assert self._cycle is not None and self._cycle.meter is not None
         return self._cycle.meter.unmuted()
 
+    def _casts(self) -> list[weakref.ref[torch.UntypedStorage]]:
+        return [cast.storage for block in self.profiled for cast in block.casts]
+
     def note_casts(self, cycle: Cycle) -> None:
-        """Record how many bytes of casts autocast's cache holds."""
-        casts = {id(cast.storage): cast for block in self.profiled for cast in block.casts}
-        if casts and cycle.events:
-            alive = sum(cast.nbytes for cast in casts.values() if cast.storage() is not None)
-            cycle.cached_bytes[len(cycle.events) - 1] = alive
+        """Record whether autocast's cache holds the casts of all blocks so far."""
+        if cycle.events and (casts := self._casts()):
+            cycle.holds_casts[len(cycle.events) - 1] = all(storage() is not None for storage in casts)
+
+    def _cast_died(self, cycle: Cycle) -> None:
+        if cycle is self._cycle and not any(storage() is not None for storage in self._casts()):
+            cycle.casts_released()
 
     def _backward_begins(self, cycle: Cycle, number: int, held: Held | None) -> None:
         self.settle(cycle)

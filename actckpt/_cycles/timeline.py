@@ -2,8 +2,8 @@
 
 A cycle starts at a forward of the model while no other forward is alive, and ends when no forward is alive any more. It
 may contain several forwards and backwards. Events are the start and end of a block's forward, backward reaching the
-output or the input of a block, the end of the model's forward, and the end of a backward. A segment lies between two
-events.
+output or the input of a block, the end of the model's forward, autocast releasing casts after that, and the end of a
+backward. A segment lies between two events.
 """
 
 from __future__ import annotations
@@ -22,9 +22,17 @@ from actckpt._cycles.meter import Meter
 
 __all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
 
-#: A block's forward starts or ends, its backward starts or ends, the model's forward or a backward ends.
+#: A block's forward starts or ends, its backward starts or ends, the model's forward or a backward ends, autocast has
+#: released its cache.
 EventKind = Literal[
-    "begin", "forward begins", "forward ends", "backward begins", "backward ends", "forward", "backward"
+    "begin",
+    "forward begins",
+    "forward ends",
+    "backward begins",
+    "backward ends",
+    "forward",
+    "casts released",
+    "backward",
 ]
 #: The event before the segment: its kind, the block call (-1: none), and how often this has happened before.
 SegmentKey = tuple[str, int, int]
@@ -75,8 +83,8 @@ class Segment:
     peak_bytes: int
     #: Block calls between their forward and their last backward, without the running one.
     alive: frozenset[int]
-    #: Parameter casts in autocast's cache, which blocks would hold themselves once that is cleared.
-    cached_bytes: int = 0
+    #: Whether autocast's cache holds the casts of parameters that blocks read.
+    holds_casts: bool = False
     #: Duration; 0: unknown.
     seconds: float = 0.0
 
@@ -107,8 +115,8 @@ class Cycle:
         #: backward, whether that retains the graph); backward number 0 stands for the start of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
-        #: By event number, the bytes of casts in autocast's cache.
-        self.cached_bytes: dict[int, int] = {}
+        #: By event number: whether autocast's cache holds the casts of the blocks so far.
+        self.holds_casts: dict[int, bool] = {}
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: The cycle is not usable: a forward failed, another thread took part, or other calls ran than planned.
@@ -125,6 +133,11 @@ class Cycle:
         self._running = call if kind == "backward begins" else -1
         moment = devices.moment(self.device) if self._is_timed else None
         self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
+
+    def casts_released(self) -> None:
+        """Autocast has released casts of parameters. An event only between the forward and its backward."""
+        if self.events and self.events[-1].kind == "forward":
+            self.note("casts released")
 
     def forward_ends(self) -> None:
         """A forward of the model has ended."""
@@ -174,7 +187,7 @@ class Cycle:
         """Return the segments in time order, with the live block calls of each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        segments, cached_bytes = list[Segment](), 0
+        segments, holds_casts = list[Segment](), False
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -184,10 +197,10 @@ class Cycle:
             )
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
-            cached_bytes = self.cached_bytes.get(at, cached_bytes if is_forward else 0)
+            holds_casts = self.holds_casts.get(at, holds_casts and is_forward)
             is_timed = event.moment is not None and after.moment is not None
             seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
-            figures = event.live_bytes, after.peak_bytes, alive, cached_bytes, seconds
+            figures = event.live_bytes, after.peak_bytes, alive, holds_casts, seconds
             segments.append(Segment(key, call, is_forward, *figures))
         return segments
 

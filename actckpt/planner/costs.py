@@ -43,6 +43,8 @@ class Value:
     offloadable: bool = True
     replayable: bool = True
     offload_s: float = 0.0
+    #: Autocast's cache holds it, too, in segments with `holds_casts`.
+    cached: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +105,9 @@ class BlockClass:
         seconds += sum(value.offload_s for value in self.values if actions[value.name] is Action.OFFLOAD)
         return seconds + (self.rerun_seconds if rerun else self.recording_s * self.is_recorded(actions))
 
-    def bytes_of(self, actions: Mapping[str, Action], action: Action) -> float:
+    def bytes_of(self, actions: Mapping[str, Action], action: Action, *, counts_cached: bool = True) -> float:
         """Return the bytes of the values that have an action."""
-        return sum(value.nbytes for value in self.values if actions[value.name] is action)
+        return sum(v.nbytes for v in self.values if actions[v.name] is action and (counts_cached or not v.cached))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,8 @@ class Segment:
     rerun_bytes: float | None = None
     #: Of a forward: the most that what the running entry holds adds to the peak.
     kept_limit_bytes: float = math.inf
+    #: `plain_bytes` and the others include `cached` values: other entries that keep these add nothing for them.
+    holds_casts: bool = False
     #: Where no entry runs; those of an entry are in its class.
     seconds: float = 0.0
 

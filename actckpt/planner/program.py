@@ -54,9 +54,10 @@ class _Entry(NamedTuple):
     again: int | None
     #: Something is replayed.
     recorded: int | None
-    #: Sums of bytes.
+    #: Sums of bytes; of the values that are kept also without those that autocast's cache holds, too.
     kept: int
     gone: int
+    kept_beside_casts: int
 
     def decisions(self) -> list[int]:
         """Return the variables of its actions."""
@@ -88,7 +89,8 @@ class Program:
         most = room * self._per_byte if is_for_seconds else math.inf
         self._most = self._program.variable(most, cost=float(not is_for_seconds), lower=-math.inf)
         self._entries = [self._entry(index, block) for index, block in enumerate(self._costs.blocks)]
-        self._alive: dict[tuple[int, ...], int] = {}
+        #: Bytes that these entries keep together; for segments without and with casts in autocast's cache.
+        self._alive: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
         self._memory(has_links=is_for_seconds and self._costs.d2h_bytes_per_s > 0)
 
     @property
@@ -116,7 +118,10 @@ class Program:
             self._program.total((each[action], sizes[name]) for name, each in ways.items() if action in each)
             for action in (_KEEP, _OFFLOAD)
         )
-        return _Entry(ways, again, self._recorded(index, block, ways, again), kept, gone)
+        cached = {value.name for value in block.values if value.cached}
+        beside = ((each[_KEEP], sizes[name]) for name, each in ways.items() if _KEEP in each and name not in cached)
+        kept_beside_casts = self._program.total(beside) if cached else kept
+        return _Entry(ways, again, self._recorded(index, block, ways, again), kept, gone, kept_beside_casts)
 
     def _ways(self, value: Value, allowed: Allowed, again: int | None) -> dict[Action, int]:
         seconds = {_KEEP: 0.0, _OFFLOAD: value.offload_s, _RECOMPUTE: value.recompute_s}
@@ -189,7 +194,7 @@ class Program:
 
     def _memory_row(self, segment: Segment, moving: Terms) -> None:
         plain, replay, rerun = ((nbytes - self._base) * self._per_byte for nbytes in segment.bases)
-        terms = [*self._held_by(segment.alive), *moving, (self._most, -1.0)]
+        terms = [*self._held_by(segment), *moving, (self._most, -1.0)]
         if segment.running >= 0:
             entry = self._entries[segment.running]
             modes = (entry.recorded, replay - plain), (entry.again, rerun - plain)
@@ -198,18 +203,19 @@ class Program:
                 terms.append((self._in_forward(segment.running, segment.kept_limit_bytes), 1.0))
         self._program.row(terms, upper=-plain)
 
-    def _held_by(self, alive: tuple[int, ...]) -> Terms:
+    def _held_by(self, segment: Segment) -> Terms:
         """Return the bytes that entries keep: the latest sum with its differences, where these are few."""
-        alive = tuple(sorted(alive))
-        if alive not in self._alive:
-            before = next(reversed(self._alive), ())
+        alive, sums = tuple(sorted(segment.alive)), self._alive[segment.holds_casts]
+        kept = [entry.kept_beside_casts if segment.holds_casts else entry.kept for entry in self._entries]
+        if alive not in sums:
+            before = next(reversed(sums), ())
             added, gone = set(alive) - set(before), set(before) - set(alive)
-            terms = [(self._entries[index].kept, 1.0) for index in alive]
+            terms = [(kept[index], 1.0) for index in alive]
             if before and len(added) + len(gone) < len(alive):
-                terms = [(self._alive[before], 1.0), *((self._entries[index].kept, -1.0) for index in sorted(gone))]
-                terms += [(self._entries[index].kept, 1.0) for index in sorted(added)]
-            self._alive[alive] = self._program.total(terms)
-        return [(self._alive[alive], 1.0)]
+                terms = [(sums[before], 1.0), *((kept[index], -1.0) for index in sorted(gone))]
+                terms += [(kept[index], 1.0) for index in sorted(added)]
+            sums[alive] = self._program.total(terms)
+        return [(sums[alive], 1.0)]
 
     def _in_forward(self, index: int, limit_bytes: float) -> int:
         """Add what an entry holds in its own forward, up to a limit."""

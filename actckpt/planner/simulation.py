@@ -124,6 +124,7 @@ class _Block:
             raise ValueError(f"{where} drops {lost!r}, which backward needs and nothing can compute again.")
         self.index = index
         self.kept, self.gone = (block.bytes_of(actions, action) for action in (Action.KEEP, Action.OFFLOAD))
+        self.kept_beside_casts = block.bytes_of(actions, Action.KEEP, counts_cached=False)
         self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.added_s = block.added_seconds(actions, rerun=rerun)
         self.mode = block.mode(actions, rerun=rerun)
@@ -194,7 +195,8 @@ class _Step:
 
     def _base(self, segment: Segment) -> float:
         """Return what is in memory at the peak of a segment, but for what is on its way."""
-        nbytes = sum(self.blocks[index].kept for index in segment.alive)
+        alive = [self.blocks[index] for index in segment.alive]
+        nbytes = sum(block.kept_beside_casts if segment.holds_casts else block.kept for block in alive)
         if segment.running < 0:
             return nbytes + segment.plain_bytes
         block = self.blocks[segment.running]

@@ -70,8 +70,9 @@ def base_parts(plan: Plan, number: int) -> list[tuple[float, str]]:
 
 def kept_bytes(plan: Plan, number: int) -> float:
     """Return the bytes that entries keep which are between their forward and their backward in a segment."""
-    blocks = plan.costs.blocks
-    return sum(blocks[j].bytes_of(plan.actions[j], Action.KEEP) for j in plan.costs.timeline[number].alive)
+    blocks, segment = plan.costs.blocks, plan.costs.timeline[number]
+    counts_cached = not segment.holds_casts
+    return sum(blocks[j].bytes_of(plan.actions[j], Action.KEEP, counts_cached=counts_cached) for j in segment.alive)
 
 
 def _holds(problem: Problem, plan: Plan) -> str:

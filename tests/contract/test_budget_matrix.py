@@ -148,6 +148,19 @@ def test_a_percentage_is_one_of_what_plain_training_needs(name: str) -> None:
     _assert_share(plan, name, percent / 100 * plain_bytes, takes_time=percent < 100)
 
 
+#: Without one whose casts are larger than its activations, and are read from autocast's cache in backward, too.
+_OF_CASTS = [name for name in PROGRAMS if name.startswith(("autocast", "casts"))]
+_OF_CASTS = [name for name in _OF_CASTS if name not in _SEVERAL_KINDS | {"casts until the backward ends, rows (64,)"}]
+
+
+@pytest.mark.parametrize("name", _OF_CASTS)
+def test_what_plain_training_under_autocast_needs_is_a_budget_that_drops_nothing(name: str) -> None:
+    expected, plain_bytes, _ = _plain(name)
+    is_predicted = on_device.device_type != "cpu"
+    plan = _check(name, (1.25 if is_predicted else 1.02) * plain_bytes + 2**13, expected)
+    assert plan.overhead_seconds == 0.0 and not any(plan.rerun)
+
+
 #: Programs whose weights, gradients or embeddings matter beside their activations, and some of each other kind.
 _OF_ALL_MEMORY = [
     *("language", "retained graph", "loop, one block", "residual network", "penalty first"),
