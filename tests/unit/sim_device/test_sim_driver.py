@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import driver_rig as driver
 import pytest
@@ -11,11 +12,6 @@ import torch
 from sim import device
 
 ILLEGAL_ADDRESS = 700
-
-
-def _only_fault() -> str:
-    (fault,) = device.take_faults()
-    return fault
 
 
 @pytest.fixture
@@ -119,10 +115,6 @@ def _uses_a_destroyed_event(source: torch.Tensor, host: torch.Tensor) -> None:
     assert driver.call("cuStreamWaitEvent", 0, event, 0) == 400
 
 
-def _uses_an_unknown_stream(source: torch.Tensor, host: torch.Tensor) -> None:
-    assert driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 32, 12345) == 400
-
-
 def _uses_a_stream_of_another_device(source: torch.Tensor, host: torch.Tensor) -> None:
     with driver.current(1):
         side = driver.new_stream()
@@ -135,25 +127,9 @@ def _records_an_event_of_another_device(source: torch.Tensor, host: torch.Tensor
         assert driver.call("cuEventRecord", event, driver.new_stream()) == 201
 
 
-def _copies_pageable_memory(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.copy_out(torch.zeros(8), source, 0)
-
-
-def _copies_beyond_a_block(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 1024, 0)
-
-
 def _copies_freed_memory(source: torch.Tensor, host: torch.Tensor) -> None:
     address = torch.ones(8, device="sim").data_ptr()
     driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), address, 32, 0)
-
-
-def _makes_a_blocking_stream(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.made("cuStreamCreate", 0)
-
-
-def _pins_twice(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.call("cuMemHostRegister_v2", host.data_ptr(), 32, 1)
 
 
 def _pins_for_one_context(source: torch.Tensor, host: torch.Tensor) -> None:
@@ -161,39 +137,58 @@ def _pins_for_one_context(source: torch.Tensor, host: torch.Tensor) -> None:
     driver.call("cuMemHostUnregister", 4096)
 
 
-def _unpins_what_is_not_pinned(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.call("cuMemHostUnregister", torch.zeros(8).data_ptr())
+_MISUSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
+    "a destroyed event": (_uses_a_destroyed_event, "an unknown event, or a destroyed one"),
+    "an unknown stream": (
+        lambda source, host: driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 32, 12345),
+        "an unknown stream, or one of another device",
+    ),
+    "a stream of another device": (
+        _uses_a_stream_of_another_device,
+        "an unknown stream, or one of another device",
+    ),
+    "an event of another device": (_records_an_event_of_another_device, "an event of another context"),
+    "pageable memory": (
+        lambda source, host: driver.copy_out(torch.zeros(8), source, 0),
+        "a copy of pageable memory",
+    ),
+    "beyond a block": (
+        lambda source, host: driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 1024, 0),
+        "device memory that nobody owns",
+    ),
+    "freed memory": (_copies_freed_memory, "device memory that nobody owns"),
+    "a blocking stream": (
+        lambda source, host: driver.made("cuStreamCreate", 0),
+        "a stream that the default stream serialises",
+    ),
+    "pinned twice": (
+        lambda source, host: driver.call("cuMemHostRegister_v2", host.data_ptr(), 32, 1),
+        "memory that is pinned already",
+    ),
+    "pinned for one context": (_pins_for_one_context, "memory pinned for one context only"),
+    "not pinned": (
+        lambda source, host: driver.call("cuMemHostUnregister", torch.zeros(8).data_ptr()),
+        "memory that is not registered",
+    ),
+    "events without a time": (
+        lambda source, host: driver.call(
+            "cuEventElapsedTime", ctypes.byref(ctypes.c_float()), driver.recorded(0), driver.recorded(0)
+        ),
+        "an event without a time",
+    ),
+}
 
 
-def _asks_for_the_time_of_events_without(source: torch.Tensor, host: torch.Tensor) -> None:
-    driver.call("cuEventElapsedTime", ctypes.byref(ctypes.c_float()), driver.recorded(0), driver.recorded(0))
-
-
-@pytest.mark.parametrize(
-    ("use", "fault"),
-    [
-        (_uses_a_destroyed_event, "an unknown event, or a destroyed one"),
-        (_uses_an_unknown_stream, "an unknown stream, or one of another device"),
-        (_uses_a_stream_of_another_device, "an unknown stream, or one of another device"),
-        (_records_an_event_of_another_device, "an event of another context"),
-        (_copies_pageable_memory, "a copy of pageable memory"),
-        (_copies_beyond_a_block, "device memory that nobody owns"),
-        (_copies_freed_memory, "device memory that nobody owns"),
-        (_makes_a_blocking_stream, "a stream that the default stream serialises"),
-        (_pins_twice, "memory that is pinned already"),
-        (_pins_for_one_context, "memory pinned for one context only"),
-        (_unpins_what_is_not_pinned, "memory that is not registered"),
-        (_asks_for_the_time_of_events_without, "an event without a time"),
-    ],
-)
-def test_wrong_use_is_a_fault(
-    use: Callable[[torch.Tensor, torch.Tensor], None], fault: str, source: torch.Tensor, host: torch.Tensor
-) -> None:
+@pytest.mark.parametrize("name", _MISUSES)
+def test_wrong_use_is_a_fault(name: str, source: torch.Tensor, host: torch.Tensor) -> None:
+    use, expected = _MISUSES[name]
     with driver.current(0):
         use(source, host)
-    assert fault in _only_fault()
+    (fault,) = device.take_faults()
+    assert expected in fault
 
 
 def test_no_call_works_without_a_context() -> None:
     assert driver.call("cuStreamIsCapturing", 0, ctypes.byref(ctypes.c_int())) == 400
-    assert "no context is current" in _only_fault()
+    (fault,) = device.take_faults()
+    assert "no context is current" in fault
