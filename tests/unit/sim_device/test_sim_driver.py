@@ -11,8 +11,6 @@ import pytest
 import torch
 from sim import device
 
-ILLEGAL_ADDRESS = 700
-
 
 @pytest.fixture
 def host() -> torch.Tensor:
@@ -24,23 +22,6 @@ def source() -> torch.Tensor:
     return torch.arange(8.0, device="sim")
 
 
-def test_a_tensor_goes_to_the_host_and_back(host: torch.Tensor, source: torch.Tensor) -> None:
-    with driver.current(0):
-        side = driver.new_stream()
-        driver.wait(side, driver.recorded(0))
-        driver.copy_out(host, source, side)
-        event = driver.recorded(side)
-        assert driver.call("cuEventQuery", event) == driver.NOT_READY
-        while driver.call("cuEventQuery", event) == driver.NOT_READY:
-            pass
-        assert torch.equal(host, source.cpu())
-        back = torch.empty(8, device="sim")
-        driver.wait(side, driver.recorded(0))
-        driver.copy_in(back, host, side)
-        driver.wait(0, driver.recorded(side))
-    assert torch.equal(back, source)
-
-
 def test_handle_0_is_the_default_stream_of_the_current_context(host: torch.Tensor) -> None:
     source = torch.arange(8.0, device="sim:1")
     with driver.current(0), driver.current(1):
@@ -48,23 +29,6 @@ def test_handle_0_is_the_default_stream_of_the_current_context(host: torch.Tenso
         assert device.num_pending(1) == 1 and device.num_pending(0) == 0
         driver.call("cuStreamSynchronize", 0)
     assert torch.equal(host, source.cpu())
-
-
-def test_registered_memory_is_pinned_until_it_is_not(source: torch.Tensor) -> None:
-    host = torch.zeros(8)
-    with driver.current(0):
-        assert driver.call("cuMemHostRegister_v2", host.data_ptr(), host.nbytes, 1) == 0
-        assert device.num_registered_bytes() == host.nbytes
-        driver.copy_out(host, source, 0)
-        driver.call("cuStreamSynchronize", 0)
-        assert driver.call("cuMemHostUnregister", host.data_ptr()) == 0
-    assert torch.equal(host, source.cpu()) and device.num_registered_bytes() == 0
-
-
-def test_pins_may_be_refused() -> None:
-    host = torch.zeros(8)
-    with device.refusing_pins(), driver.current(0):
-        assert driver.call("cuMemHostRegister_v2", host.data_ptr(), host.nbytes, 1) == 2
 
 
 def test_elapsed_times_are_those_of_the_simulated_clock() -> None:
@@ -95,18 +59,6 @@ def test_capture_makes_queries_fail_but_in_relaxed_mode() -> None:
             assert driver.call("cuEventQuery", event) == 0
             assert driver.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == 0
             assert mode.value == 2
-
-
-def test_every_call_fails_from_the_nth_on() -> None:
-    with driver.current(0):
-        event = driver.recorded(0)
-        with device.failing_driver(1, ILLEGAL_ADDRESS):
-            assert [driver.call("cuEventQuery", event) for _ in range(3)] == [0, ILLEGAL_ADDRESS, ILLEGAL_ADDRESS]
-            assert driver.call("cuStreamCreate", ctypes.byref(ctypes.c_void_p()), 1) == ILLEGAL_ADDRESS
-        assert driver.call("cuEventQuery", event) == 0
-    name = ctypes.c_char_p()
-    assert driver.call("cuGetErrorName", ILLEGAL_ADDRESS, ctypes.byref(name)) == 0
-    assert name.value == b"CUDA_ERROR_ILLEGAL_ADDRESS"
 
 
 def _uses_a_destroyed_event(source: torch.Tensor, host: torch.Tensor) -> None:

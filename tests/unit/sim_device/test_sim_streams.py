@@ -191,31 +191,6 @@ def test_the_link_takes_simulated_time_and_events_tell_it() -> None:
         assert device.clock() - before == pytest.approx(1.5)
 
 
-def test_copies_of_one_direction_share_the_link() -> None:
-    sides = [torch.Stream(device="sim") for _ in range(2)]
-    source = torch.ones(1000, device="sim")
-    hosts = [torch.zeros(1000, pin_memory=True) for _ in range(2)]
-    with device.timed(link_bytes_per_s=4000.0):
-        before = device.clock()
-        for side, host in zip(sides, hosts, strict=True):
-            side.wait_stream(_current())
-            with side:
-                host.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize()
-        assert device.clock() - before == pytest.approx(2.0)
-
-
-def test_kernels_may_take_time_too() -> None:
-    with device.timed(kernel_bytes_per_s=8000.0):
-        values = torch.ones(1000, device="sim")
-        _current().synchronize()
-        before = device.clock()
-        values.add_(1)
-        assert device.clock() == before
-        _current().synchronize()
-        assert device.clock() - before == pytest.approx(0.5)
-
-
 def test_a_host_that_asks_runs_beside_the_kernels_that_it_gave() -> None:
     side = torch.Stream(device="sim")
     source, host = torch.ones(1000, device="sim"), torch.zeros(1000, pin_memory=True)
