@@ -10,6 +10,7 @@ from typing import Any
 import on_device
 import pytest
 import torch
+from budget_programs import Net
 from oracle import assert_equal
 from residual_mlp import Mlp
 from torch import Tensor, nn
@@ -172,16 +173,8 @@ def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> Non
     assert weights_bytes + peaks[-1] <= plain_bytes
 
 
-class _Cut(nn.Module):
-    """Blocks that get the rows that are no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = _model()
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = self.blocks(x[mask])
-        return found
+def _of_rows_without_padding() -> nn.Module:
+    return Net(lambda net, x, mask: net.inner(x[mask]), [], inner=_model())
 
 
 def _cut(model: nn.Module, padded: int, rows: int) -> int:
@@ -194,7 +187,7 @@ def _cut(model: nn.Module, padded: int, rows: int) -> int:
 
 
 def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
-    model = _Cut()
+    model = _of_rows_without_padding()
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8)] * 2:
         _cut(model, *size)
@@ -210,7 +203,7 @@ def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
 
 
 def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
-    model = _Cut()
+    model = _of_rows_without_padding()
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
         _cut(model, *size)
@@ -228,18 +221,8 @@ def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     assert _plan(model) is not None
 
 
-class _Jagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = _model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.blocks(x.values())
-        return found
-
-
 def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
-    model = _Jagged()
+    model = Net(lambda net, x: net.inner(x.values()), [], inner=_model())
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
