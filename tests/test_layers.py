@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -164,24 +165,6 @@ def test_only_the_file_for_it_knows_cuda(path: Path) -> None:
         assert not (lines := _names_of_cuda(path.read_text())), f"{path.name} names torch.cuda on lines {lines}"
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("torch.cuda.synchronize()", 1),
-        ("x.is_cuda and y.is_cuda", 2),
-        ("import torch.cuda", 1),
-        ("import torch.cuda.amp as amp", 1),
-        ("from torch import cuda", 1),
-        ("from torch.cuda import synchronize", 1),
-        ("getattr(torch, 'cuda'), hasattr(x, 'is_cuda')", 2),
-        ("torch.backends.cuda.is_built(), torch.version.cuda, torch.Tensor.cuda, 'torch.cuda'", 0),
-        ("import torch.backends.cuda, torch.cudart", 0),
-    ],
-)
-def test_every_way_to_name_cuda_is_found(source: str, count: int) -> None:
-    assert len(_names_of_cuda(source)) == count
-
-
 #: Private parts of torch that other modules may name: what libraries use without a public name, and what a room below
 #: `_core` asks for.
 _NAMED_ELSEWHERE = {
@@ -217,20 +200,6 @@ def test_only_the_package_for_it_names_a_private_part_of_torch(path: Path) -> No
     assert not {part for part in found if not f"{part}.".startswith(allowed) and part != "torch._C"}
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("torch._C._set_grad_enabled(True)", 2),
-        ("from torch._C import _nn", 1),
-        ("import torch._dynamo", 1),
-        ("from torch.utils._device import x", 1),
-        ("torch.Tensor.__dlpack__, torch.nn.functional.relu, x._version", 0),
-    ],
-)
-def test_every_way_to_name_a_private_part_is_found(source: str, count: int) -> None:
-    assert len(_private_parts(source)) == count
-
-
 _CONTRACT = sorted((_ROOT / "tests" / "contract").rglob("*.py"))
 _OWN_PRIVATE = re.compile(r"\bactckpt(\.\w+)*\._[a-zA-Z]\w*|\bfrom actckpt(\.\w+)* import \(?\s*(\w+,\s*)*_[a-zA-Z]")
 
@@ -239,22 +208,6 @@ _OWN_PRIVATE = re.compile(r"\bactckpt(\.\w+)*\._[a-zA-Z]\w*|\bfrom actckpt(\.\w+
 def test_contract_tests_name_no_private_part_of_actckpt(path: Path) -> None:
     found = _OWN_PRIVATE.search(path.read_text())
     assert not found, f"{path.name} names {found[0]}: use public names, or tests/internals for a tool of tests"
-
-
-@pytest.mark.parametrize(
-    ("source", "is_private"),
-    [
-        ("from actckpt._core import devices", True),
-        ("from actckpt import _C, config", True),
-        ("from actckpt import (\n    config,\n    _C,\n)", True),
-        ("import actckpt._bind as bind", True),
-        ("actckpt._C.numerics()", True),
-        ('monkeypatch.setattr("actckpt.memory._now", 1)', True),
-        ("from actckpt import memory_labels\nfrom actckpt.errors import OffloadError\nactckpt.__all__", False),
-    ],
-)
-def test_every_way_to_name_a_private_part_of_actckpt_is_found(source: str, is_private: bool) -> None:
-    assert bool(_OWN_PRIVATE.search(source)) == is_private
 
 
 #: What C++ may not tell devices apart by: only CPU or not matters, and which backend a device has is Python's to say.
@@ -266,9 +219,39 @@ def test_cpp_asks_no_tensor_whether_it_is_on_cuda(path: Path) -> None:
     assert not _KIND_OF_DEVICE.search(path.read_text())
 
 
-def test_every_way_to_ask_for_cuda_in_cpp_is_found() -> None:
-    for text in ("reads().is_cuda", "tensor.is_cuda()", "c10::kCUDA", "DeviceType::CUDA", 'X(where, "cuda:0")'):
-        assert _KIND_OF_DEVICE.search(text), text
+@pytest.mark.parametrize(
+    ("find", "source", "count"),
+    [
+        (_names_of_cuda, "torch.cuda.synchronize()", 1),
+        (_names_of_cuda, "x.is_cuda and y.is_cuda", 2),
+        (_names_of_cuda, "import torch.cuda", 1),
+        (_names_of_cuda, "import torch.cuda.amp as amp", 1),
+        (_names_of_cuda, "from torch import cuda", 1),
+        (_names_of_cuda, "from torch.cuda import synchronize", 1),
+        (_names_of_cuda, "getattr(torch, 'cuda'), hasattr(x, 'is_cuda')", 2),
+        (_names_of_cuda, "torch.backends.cuda.is_built(), torch.version.cuda, torch.Tensor.cuda, 'torch.cuda'", 0),
+        (_names_of_cuda, "import torch.backends.cuda, torch.cudart", 0),
+        (_private_parts, "torch._C._set_grad_enabled(True)", 2),
+        (_private_parts, "from torch._C import _nn", 1),
+        (_private_parts, "import torch._dynamo", 1),
+        (_private_parts, "from torch.utils._device import x", 1),
+        (_private_parts, "torch.Tensor.__dlpack__, torch.nn.functional.relu, x._version", 0),
+        (_OWN_PRIVATE.findall, "from actckpt._core import devices", 1),
+        (_OWN_PRIVATE.findall, "from actckpt import _C, config", 1),
+        (_OWN_PRIVATE.findall, "from actckpt import (\n    config,\n    _C,\n)", 1),
+        (_OWN_PRIVATE.findall, "import actckpt._bind as bind", 1),
+        (_OWN_PRIVATE.findall, "actckpt._C.numerics()", 1),
+        (_OWN_PRIVATE.findall, 'monkeypatch.setattr("actckpt.memory._now", 1)', 1),
+        (_OWN_PRIVATE.findall, "from actckpt import memory_labels\nfrom actckpt.errors import OffloadError", 0),
+        (_OWN_PRIVATE.findall, "actckpt.__all__", 0),
+        (_KIND_OF_DEVICE.findall, "reads().is_cuda, tensor.is_cuda()", 2),
+        (_KIND_OF_DEVICE.findall, 'c10::kCUDA, DeviceType::CUDA, X(where, "cuda:0")', 3),
+    ],
+)
+def test_every_way_to_name_what_is_private_or_of_cuda_is_found(
+    find: Callable[[str], Collection[object]], source: str, count: int
+) -> None:
+    assert len(find(source)) == count
 
 
 _PYTHON_FILES = sorted(_PACKAGE.rglob("*.py"))

@@ -73,6 +73,9 @@ PROGRAMS: dict[str, Program] = {
     "expanded": lambda h: (h.sum(1)[:, None].expand(8, 300).sin() * h.mean().expand(8, 300)).sum(),
     "expanded twice over": lambda h: (h[None, :, :1].expand(5, 8, 8) @ h.expand(5, 8, 8).sin()).sum(),
     "overlapping views": _overlapping_views,
+    "a complex view over a part": lambda h: (
+        h[:4].sin().sum() + torch.view_as_complex(h.view(-1, 2)[8:24]).abs().sum() + h.view(-1, 4)[2:, 1:3].exp().sum()
+    ),
     "a small view of a large storage": lambda h: (torch.cat([h.flatten()] * 9)[17:21] * h[0, :4]).exp().sum(),
     "zero sizes": _zero_sized,
     "scalars": lambda h: (h.sum().sin() * h.mean().exp()).tanh(),

@@ -32,6 +32,12 @@ class Training:
         self.outputs: Callable[[Tensor], Tensor] = lambda logits: logits
         apply(self.model)
 
+    @property
+    def plan(self) -> actckpt.Plan:
+        plan = actckpt.report(self.model).plan
+        assert plan is not None
+        return plan
+
     def step(self) -> None:
         """Run forward and backward."""
         logits = self.outputs(self.model(self.tokens))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,22 +121,6 @@ def test_budgets_hold_and_blocks_stay_compiled(way: str) -> None:
         assert_equal(training.gradients(), expected)
         assert sum(block.num_eager for block in training.blocks) == 0
     assert peaks == sorted(peaks) and len(set(peaks)) == 3, peaks
-
-
-def test_blocks_may_be_compiled_after_apply() -> None:
-    expected = _Training("block.compile()").gradients()
-    training = _Training(None)
-    actckpt.apply(training.model, activation_budget="60%")
-    eager = training.gradients()
-    for block in training.blocks:
-        block.compile(backend=_compiler)
-        block.num_eager = 0
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "apply:")
-        for _ in range(4):
-            assert_equal(training.gradients(), expected)
-    assert sum(block.num_eager for block in training.blocks) == 0
-    assert any(not torch.equal(one, other) for one, other in zip(eager, expected, strict=True)), "nothing is compiled"
 
 
 def test_hooks_of_compiled_blocks_that_are_kept_run_once() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
@@ -122,9 +124,20 @@ def test_a_budget_that_cannot_be_met_is_not_planned_again_and_again(monkeypatch:
         assert actckpt.report(model).plan is plan
 
 
-class _Interrupting(nn.Module):
+class _Calls(nn.Module):
+    """Calls a function where it runs, and returns what it is given."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, x: Tensor) -> Tensor:
-        raise KeyboardInterrupt
+        self.function()
+        return x
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _peak_of_checkpointing() -> int:
@@ -143,7 +156,7 @@ def _checkpointed() -> nn.Module:
 
 def test_an_interrupted_model_that_is_dropped_reads_the_peak_no_more() -> None:
     before = _peak_of_checkpointing()
-    model = nn.Sequential(_Block(), _Interrupting(), _Block()).to("sim")
+    model = nn.Sequential(_Block(), _Calls(_interrupt), _Block()).to("sim")
     actckpt.apply(model, activation_budget="60%", blocks=_Block)
     with pytest.raises(KeyboardInterrupt):
         model(_inputs())
@@ -166,18 +179,6 @@ def test_a_model_that_is_moved_is_planned_for_its_device() -> None:
     assert plan.costs.d2h_bytes_per_s > 0.0 and before.costs.d2h_bytes_per_s == 0.0
 
 
-class _Freeing(nn.Module):
-    """Frees what existed before the forward."""
-
-    def __init__(self, held: list[Tensor]) -> None:
-        super().__init__()
-        self.held = held
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.held.clear()
-        return x
-
-
 def _smallest_budget(model: nn.Module) -> int:
     actckpt.apply(model, activation_budget="1B", blocks=_Block, on_infeasible="raise")
     model(_inputs()).square().mean().backward()
@@ -187,20 +188,10 @@ def _smallest_budget(model: nn.Module) -> int:
 
 def test_memory_that_is_freed_where_the_first_step_begins_does_not_count() -> None:
     budgets = [
-        _smallest_budget(nn.Sequential(_Freeing(held), *_model(), nn.Identity()))
+        _smallest_budget(nn.Sequential(_Calls(held.clear), *_model(), nn.Identity()))
         for held in ([], [torch.empty(1 << 20, device="sim")])
     ]
     assert budgets[0] == budgets[1]
-
-
-class _Waiting(nn.Module):
-    def __init__(self, event: threading.Event) -> None:
-        super().__init__()
-        self.event = event
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.event.wait(60)
-        return x
 
 
 def _freed_late(num_bytes: int) -> int:
@@ -218,7 +209,9 @@ def _freed_late(num_bytes: int) -> int:
     y = leaf.view(0)
     y.register_hook(free)
     modules = [*_model()]
-    model = nn.Sequential(*modules[:3], _Waiting(freed), *modules[3:], nn.Identity())
+    model = nn.Sequential(
+        *modules[:3], _Calls(lambda: freed.wait(60) or pytest.fail("nothing was freed")), *modules[3:], nn.Identity()
+    )
     thread = threading.Thread(target=torch.autograd.grad, args=(y, leaf, leaf.detach()))
     thread.start()
     assert begun.wait(60)

@@ -50,40 +50,30 @@ def _surprised(budget: int = _BUDGET) -> Training:
     return training
 
 
-def _plan(training: Training) -> actckpt.Plan:
-    plan = actckpt.report(training.model).plan
-    assert plan is not None
-    return plan
-
-
 def test_a_loss_that_needs_more_is_seen_and_planned_for() -> None:
     expected = _training().gradients()
     training = _surprised()
-    first = _plan(training)
+    first = training.plan
     assert training.peak() > _BUDGET, "nothing to be corrected"
     for _ in range(_SETTLING):
         assert_equal(training.gradients(), expected)
     assert 0.9 * _BUDGET <= training.peak() <= _BUDGET
-    assert _plan(training).overhead_seconds > first.overhead_seconds
+    assert training.plan.overhead_seconds > first.overhead_seconds
 
 
-def test_nothing_is_planned_again_where_predictions_hold() -> None:
-    training = _training(_BUDGET, _short_loss)
-    for _ in range(_SETTLING):
-        training.peak()
-    plan = _plan(training)
-    for _ in range(4):
-        assert training.peak() <= _BUDGET
-        assert _plan(training) is plan
-
-
-def test_settled_steps_neither_wait_for_the_device_nor_start_its_peak_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settled_steps_neither_plan_nor_wait_for_the_device_nor_start_its_peak_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(*_: object) -> NoReturn:
         raise AssertionError("called")
 
     training = _training(_BUDGET, _short_loss)
     for _ in range(_SETTLING):
         training.peak()
+    plan = training.plan
+    for _ in range(4):
+        assert training.peak() <= _BUDGET
+        assert training.plan is plan
     monkeypatch.setattr(torch.accelerator, "synchronize", fail)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", fail)
     high = torch.accelerator.max_memory_allocated()
@@ -93,15 +83,15 @@ def test_settled_steps_neither_wait_for_the_device_nor_start_its_peak_again(monk
 
 def test_a_peak_below_an_older_one_tells_nothing() -> None:
     training = _surprised()
-    first = _plan(training)
+    first = training.plan
     torch.empty(1 << 26, device="sim")
     training.gradients()
     training.gradients()
-    assert _plan(training) is first
+    assert training.plan is first
     torch.accelerator.reset_peak_memory_stats()
     for _ in range(3):
         training.gradients()
-    assert _plan(training) is not first
+    assert training.plan is not first
 
 
 def test_what_no_plan_can_help_is_said_and_training_goes_on() -> None:
@@ -122,7 +112,7 @@ def test_bytes_that_come_and_go_between_steps_lead_to_one_plan() -> None:
     for number in range(_SETTLING + 8):
         held = torch.zeros(1 << 18 if number % 2 else 1, device="sim")  # 1 MiB, 5 % of the budget
         training.gradients()
-        plans.append(_plan(training))
+        plans.append(training.plan)
         del held
     assert len({id(plan) for plan in plans[_SETTLING:]}) == 1
 

@@ -62,12 +62,6 @@ def _num_offloaded(plan: actckpt.Plan) -> int:
     return sum(action is Action.OFFLOAD for actions in plan.actions for action in actions.values())
 
 
-def _plan_of(training: Training) -> actckpt.Plan:
-    plan = actckpt.report(training.model).plan
-    assert plan is not None
-    return plan
-
-
 def _check(training: Training, plan: actckpt.Plan, plainly: _Plainly, budget: int) -> float:
     """Check gradients, peak and time of a plan that is in force; return its ratio to plain."""
     assert_equal(training.gradients(), plainly.gradients)
@@ -92,7 +86,7 @@ def test_plans_in_training_hold_and_beat_those_that_only_recompute(
         actckpt.apply(training.model, budget=budget, race=False)
         for _ in range(5):  # by then no other plan is tried
             training.peak()
-        plan = _plan_of(training)
+        plan = training.plan
         assert (_num_offloaded(plan) > 0) is offloads
         found = _check(training, plan, plainly, budget)
         actckpt.remove(training.model)
@@ -129,7 +123,7 @@ def test_budgets_are_met_where_the_program_holds_an_input() -> None:
         held.clear()
         peak = training.peak()
         assert_equal([p.grad.cpu() for p in training.model.parameters() if p.grad is not None], plainly.gradients)
-    assert _num_offloaded(_plan_of(training)) > 0 and 0.9 * budget <= peak <= budget
+    assert _num_offloaded(training.plan) > 0 and 0.9 * budget <= peak <= budget
 
 
 def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
@@ -140,7 +134,7 @@ def test_what_the_store_has_no_room_for_is_not_planned_to_leave() -> None:
     actckpt.apply(training.model, budget=budget, race=False)
     for _ in range(6):
         training.gradients()
-    plan = _plan_of(training)
+    plan = training.plan
     offloaded = actckpt.planner.simulate(plan.costs, plan).host_peak_bytes
     assert 0 < offloaded <= 1 << 20
     actckpt.reset_stats()
@@ -164,11 +158,11 @@ def test_the_race_in_training_is_timed_on_the_device_and_waits_for_nothing(monke
             assert_equal(training.gradients(), plainly.gradients)
     torch.accelerator.synchronize()
     training.gradients()
-    rows = {row.name: row for row in _plan_of(training).race}
+    rows = {row.name: row for row in training.plan.race}
     assert len(rows) > 1
     least = min(row.seconds for row in rows.values() if row.seconds is not None)
-    assert rows[_plan_of(training).chosen].seconds == pytest.approx(least, rel=0.02)
-    assert rows[_plan_of(training).chosen].seconds == pytest.approx(_seconds(training), rel=0.05)
+    assert rows[training.plan.chosen].seconds == pytest.approx(least, rel=0.02)
+    assert rows[training.plan.chosen].seconds == pytest.approx(_seconds(training), rel=0.05)
     assert training.peak() <= budget
 
 

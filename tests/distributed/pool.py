@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -18,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NUM_RANKS", "RankError", "Ranks"]
+__all__ = ["NUM_RANKS", "RankError", "Ranks", "on_ranks"]
 
 NUM_RANKS = 2
 #: What a test may take; most take less than a second.
@@ -109,6 +112,27 @@ class Ranks:
         os.kill(process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         return f"-- rank {rank}: still runs\n{_stacks_of(Path(self._folder.name), rank).read_text()}"
+
+
+def on_ranks(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a test of a function of a module that runs on every rank, with the arguments of the test."""
+
+    def test(ranks: Ranks, **arguments: Any) -> None:
+        ranks.run(_call, function.__module__, function.__name__, arguments)
+
+    own = inspect.signature(test).parameters["ranks"]
+    functools.update_wrapper(test, function)
+    del test.__wrapped__  # type: ignore[attr-defined]
+    signature = inspect.signature(function)
+    test.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[own, *signature.parameters.values()]
+    )
+    test.on_rank = function  # type: ignore[attr-defined]
+    return test
+
+
+def _call(module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).on_rank(**arguments)
 
 
 def _stacks_of(folder: Path, rank: int) -> Path:

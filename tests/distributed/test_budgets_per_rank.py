@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import NUM_RANKS, Ranks
+from pool import NUM_RANKS, on_ranks
 from torch import Tensor, nn
 from training import PLAIN, Method, Training, applied, batch, check_equal, model_of, reference, train
 
@@ -21,7 +21,17 @@ from actckpt.memory import LiveStorages
 _BUDGETS = ("62%", "100%")
 
 
-def _check_other_budgets(module: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("test_data_parallel", "fsdp2"),
+        ("test_model_parallel", "tensor parallel"),
+        ("test_model_parallel", "sequence parallel"),
+        ("test_experts", "experts"),
+    ],
+)
+@on_ranks
+def test_ranks_with_other_budgets_train_as_without(module: str, kind: str) -> None:
     reports: list[Any] = []
 
     def method(model: nn.Module) -> None:
@@ -34,20 +44,8 @@ def _check_other_budgets(module: str, kind: str) -> None:
     assert (plan.overhead_seconds > 0) == (dist.get_rank() == 0), plan.explain()
 
 
-@pytest.mark.parametrize(
-    ("module", "kind"),
-    [
-        ("test_data_parallel", "fsdp2"),
-        ("test_model_parallel", "tensor parallel"),
-        ("test_model_parallel", "sequence parallel"),
-        ("test_experts", "experts"),
-    ],
-)
-def test_ranks_with_other_budgets_train_as_without(module: str, kind: str, ranks: Ranks) -> None:
-    ranks.run(_check_other_budgets, module, kind)
-
-
-def _check_other_sizes() -> None:
+@on_ranks
+def test_a_rank_whose_step_is_of_a_new_kind_profiles_it_alone() -> None:
     from test_experts import KINDS
 
     found = []
@@ -69,10 +67,6 @@ def _noting(method: Method) -> Method:
         method(model)
 
     return noting
-
-
-def test_a_rank_whose_step_is_of_a_new_kind_profiles_it_alone(ranks: Ranks) -> None:
-    ranks.run(_check_other_sizes)
 
 
 class Exchanging(nn.Module):
@@ -105,17 +99,14 @@ def _exchanging(method: Method) -> Training:
     return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
 
 
-def _check_collectives_of_torch_distributed() -> None:
+@on_ranks
+def test_profiling_exchanges_nothing() -> None:
     expected = train(_exchanging, PLAIN, 3)
     found = train(_exchanging, applied(activation_budget="90%", race=False), 3)
     check_equal(found.gradients, expected.gradients)
     first = train(_exchanging, applied(activation_budget="90%", race=False), 1)  # all blocks are profiled
     assert first.in_forward == found.in_forward == expected.in_forward
     assert first.in_backward == found.in_backward == ()
-
-
-def test_profiling_exchanges_nothing(ranks: Ranks) -> None:
-    ranks.run(_check_collectives_of_torch_distributed)
 
 
 def _sharded(method: Method, *, inside: bool) -> Training:
@@ -128,13 +119,6 @@ def _sharded(method: Method, *, inside: bool) -> Training:
             fully_shard(unit)
     fully_shard(model)
     return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
-
-
-def _check_units_inside() -> None:
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"block 'blocks.0' has modules that FSDP2 shards.*fully_shard\("
-    ):
-        train(functools.partial(_sharded, inside=True), applied(activation_budget="70%", race=False), 1)
 
 
 def _wrapped(_: Method, *, inside: bool) -> Training:
@@ -153,20 +137,18 @@ def _wrapped(_: Method, *, inside: bool) -> Training:
     return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
 
 
-def _check_wrapped(inside: bool) -> None:
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"block 'blocks.0' has modules that FullyShardedDataParallel wraps"
-    ):
-        train(functools.partial(_wrapped, inside=inside), PLAIN, 1)
+@on_ranks
+def test_blocks_with_sharded_modules_inside_are_refused() -> None:
+    refused = functools.partial(pytest.raises, actckpt.errors.BlocksError)
+    with refused(match=r"block 'blocks.0' has modules that FSDP2 shards.*fully_shard\("):
+        train(functools.partial(_sharded, inside=True), applied(activation_budget="70%", race=False), 1)
+    for inside in (True, False):
+        with refused(match=r"block 'blocks.0' has modules that FullyShardedDataParallel wraps"):
+            train(functools.partial(_wrapped, inside=inside), PLAIN, 1)
 
 
-def test_blocks_with_sharded_modules_inside_are_refused(ranks: Ranks) -> None:
-    ranks.run(_check_units_inside)
-    ranks.run(_check_wrapped, True)
-    ranks.run(_check_wrapped, False)
-
-
-def _check_plan_and_compare() -> None:
+@on_ranks
+def test_a_step_that_exchanges_something_is_compared_but_not_planned() -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     model = model_of()
@@ -185,18 +167,11 @@ def _check_plan_and_compare() -> None:
     actckpt.plan(lambda: model(x).square().mean().backward(), model=model, activation_budget="70%", race=False)
 
 
-def test_a_step_that_exchanges_something_is_compared_but_not_planned(ranks: Ranks) -> None:
-    ranks.run(_check_plan_and_compare)
-
-
-def _check_compare_of_shards() -> None:
+@on_ranks
+def test_policies_of_a_sharded_model_are_compared() -> None:
     training, model = _sharded(_noting(PLAIN), inside=False), _NOTED[-1]
     found = actckpt.compare(lambda: training.forward(0).backward(), model=model, rounds=1)
     assert all(row.same_bits for row in found.rows) and len(found.rows) == 3
-
-
-def test_policies_of_a_sharded_model_are_compared(ranks: Ranks) -> None:
-    ranks.run(_check_compare_of_shards)
 
 
 def _peak_of_all_memory(budget: int | None, *, reshard: bool) -> int:
@@ -221,20 +196,22 @@ def _peak_of_all_memory(budget: int | None, *, reshard: bool) -> int:
     return live.peak_bytes + sum(storage.nbytes() for storage in held.values())
 
 
-def _check_all_memory(reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks
+def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: bool) -> None:
+    """As many gradients as there are parameters in all, on each rank, would not fit into it."""
     plain = _peak_of_all_memory(None, reshard=reshard)
     for share in (1.0, 0.8):
         peak_bytes = _peak_of_all_memory(int(share * plain), reshard=reshard)
         assert peak_bytes <= 1.001 * share * plain, share  # plain training differs by 2 KiB from run to run
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: bool, ranks: Ranks) -> None:
-    """As many gradients as there are parameters in all, on each rank, would not fit into it."""
-    ranks.run(_check_all_memory, reshard)
-
-
-def _check_no_trials(module: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "kind"), [("test_data_parallel", "ddp"), ("test_data_parallel", "fsdp2"), ("test_experts", "experts")]
+)
+@on_ranks
+def test_several_ranks_try_no_other_plans(module: str, kind: str) -> None:
+    """Trials would have to take turns on all ranks alike."""
     _NOTED.clear()
     training = importlib.import_module(module).KINDS[kind]
     expected = train(training, PLAIN, 8)
@@ -242,11 +219,3 @@ def _check_no_trials(module: str, kind: str) -> None:
     check_equal(found.gradients, expected.gradients)
     report = actckpt.report(_NOTED[0])
     assert report.race_steps_left == 0 and not report.plan.race
-
-
-@pytest.mark.parametrize(
-    ("module", "kind"), [("test_data_parallel", "ddp"), ("test_data_parallel", "fsdp2"), ("test_experts", "experts")]
-)
-def test_several_ranks_try_no_other_plans(module: str, kind: str, ranks: Ranks) -> None:
-    """Trials would have to take turns on all ranks alike."""
-    ranks.run(_check_no_trials, module, kind)

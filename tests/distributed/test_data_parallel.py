@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import NUM_RANKS, Ranks
+import training
+from pool import NUM_RANKS, Ranks, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import OURS, Block, Method, Training, batch, check_equal, compare, model_of, reference, train
@@ -55,13 +56,14 @@ def _hsdp(method: Method) -> Training:
     return _fsdp2(method, mesh=init_device_mesh("cpu", (NUM_RANKS, 1), mesh_dim_names=("replicas", "shards")))
 
 
-def _fsdp1(method: Method) -> Training:
+def _fsdp1(method: Method, **options: Any) -> Training:
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     model = model_of()
     method(model)
-    sharded = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
+    options |= {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device(training.DEVICE)}
+    sharded = FullyShardedDataParallel(model, **options)
     return _training(sharded, sharded)
 
 
@@ -127,19 +129,17 @@ def _wrapped(checkpoint_fn: Any) -> Method:
     return method
 
 
-def _check_checkpoint_fn(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@on_ranks
+def test_checkpoint_is_a_checkpoint_fn_of_torchs_wrappers(kind: str) -> None:
     ours, theirs = (train(KINDS[kind], _wrapped(function), 3) for function in (actckpt.checkpoint, checkpoint))
     check_equal(ours.gradients, reference(__name__, kind, "plain").gradients)
     assert (ours.in_forward, ours.in_backward) == (theirs.in_forward, theirs.in_backward)
     assert ours.held_bytes <= theirs.held_bytes and ours.peak_bytes <= theirs.peak_bytes
 
 
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-def test_checkpoint_is_a_checkpoint_fn_of_torchs_wrappers(kind: str, ranks: Ranks) -> None:
-    ranks.run(_check_checkpoint_fn, kind)
-
-
-def _check_a_region_around_units() -> None:
+@on_ranks
+def test_a_region_around_several_units_of_fsdp2_says_what_to_do() -> None:
     def around(model: nn.Module) -> None:
         own = model.forward
 
@@ -153,7 +153,3 @@ def _check_a_region_around_units() -> None:
     message = r"(?s)of shape .* has 0 bytes now.*FSDP2 frees.*inside each unit"
     with pytest.raises(actckpt.errors.SavedTensorChangedError, match=message):
         train(_fsdp2, around, 1)
-
-
-def test_a_region_around_several_units_of_fsdp2_says_what_to_do(ranks: Ranks) -> None:
-    ranks.run(_check_a_region_around_units)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from budget_programs import Net
 from pool import NUM_RANKS, Ranks
 from torch import Tensor, nn
 from training import OURS, Method, Training, batch, compare
@@ -41,22 +43,10 @@ class Experts(nn.Module):
 _ROUTING_BYTES = 4 * 8 * (3 * 32 + 2 * NUM_RANKS)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 32)
-        self.blocks = nn.ModuleList(Experts(32) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _experts(method: Method) -> Training:
     torch.manual_seed(1 + dist.get_rank())  # each rank has experts of its own, and trains all on its own tokens
-    model = Model()
+    run = lambda net, x: functools.reduce(lambda x, block: block(x), net.blocks, net.first(x))  # noqa: E731
+    model = Net(run, [Experts(32) for _ in range(4)], first=nn.Linear(8, 32))
     method(model)
     return Training(lambda: list(model.parameters()), lambda step: model(batch(step)).square().mean())
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from pool import NUM_RANKS, Ranks
-from torch import nn
+from pool import NUM_RANKS, Ranks, on_ranks
 from training import OURS, Method, Training, applied, batch, check_equal, compare, model_of, on_disk, reference, train
 
 import actckpt
@@ -100,41 +98,12 @@ def test_gradients_are_equal_and_collectives_run_once_unless_blocks_run_again(
 _COLLECTIVES = (functional.all_gather_into_tensor, functional.reduce_scatter_tensor, functional.all_reduce)
 
 
-def _check_moved_collectives(kind: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks
+def test_a_policy_that_moves_collectives_holds_no_more_than_torch_which_repeats_them(kind: str) -> None:
     policy = actckpt.policies.PerOp(dict.fromkeys(_COLLECTIVES, "offload"))
     found = train(KINDS[kind], on_disk(applied(policy)), 3)
     plain, rerun = reference(__name__, kind, "plain"), reference(__name__, kind, "rerun")
     check_equal(found.gradients, plain.gradients)
     assert found.in_backward == plain.in_backward and len(found.in_backward) < len(rerun.in_backward)
     assert found.held_bytes <= rerun.held_bytes
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_policy_that_moves_collectives_holds_no_more_than_torch_which_repeats_them(kind: str, ranks: Ranks) -> None:
-    ranks.run(_check_moved_collectives, kind)
-
-
-_UNNAMED: dict[str, Any] = {
-    "default": actckpt.policies.PerOp({torch.ops.aten.mm: "keep"}),
-    "module": {"blocks.**": "recompute"},
-    "function": lambda info: actckpt.Action.RECOMPUTE,
-}
-
-
-def _check_kept_collectives(policy: str) -> None:
-    reports: list[Any] = []
-
-    def method(model: nn.Module) -> None:
-        applied(_UNNAMED[policy])(model)
-        reports.append(lambda: actckpt.report(model))
-
-    found = train(KINDS["sequence parallel"], method, 1)
-    assert len(found.in_backward) == len(reference(__name__, "sequence parallel", "plain").in_backward)
-    rows = {row.name: row for row in reports[0]().rows}
-    row = rows["_c10d_functional.all_gather_into_tensor.default"]
-    assert row.kept_bytes > 0 and row.recomputed_bytes == 0
-
-
-@pytest.mark.parametrize("policy", _UNNAMED)
-def test_collectives_that_no_entry_names_are_kept(policy: str, ranks: Ranks) -> None:
-    ranks.run(_check_kept_collectives, policy)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import NUM_RANKS, Ranks
+from pool import NUM_RANKS, Ranks, on_ranks
 from torch import Tensor, nn
 from training import check_equal
 
@@ -83,14 +83,17 @@ def _runs_once_more_on_one_rank() -> None:
     assert block.num_calls == 2 + dist.get_rank()
 
 
-def _raises_after_it_communicated(run: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("run", [_reduce, _exchange])
+@on_ranks
+def test_a_rerun_that_communicated_does_not_run_once_more(run: Callable[[Tensor], None]) -> None:
     block = _Block("after", run)
     with pytest.raises(torch.OutOfMemoryError, match="no memory left after"):
         _gradients(block)
     assert block.num_calls == 2
 
 
-def _raises_where_sends_are_not_counted() -> None:
+@on_ranks
+def test_no_rerun_runs_once_more_where_sends_are_not_counted() -> None:
     groups = dist.distributed_c10d._world.pg_map
     with pytest.MonkeyPatch.context() as patch:
         for group, (_, store) in list(groups.items()):
@@ -105,12 +108,3 @@ def _raises_where_sends_are_not_counted() -> None:
 def test_a_rerun_runs_once_more_on_one_rank_before_its_collective(ranks: Ranks) -> None:
     assert NUM_RANKS == 2
     ranks.run(_runs_once_more_on_one_rank)
-
-
-@pytest.mark.parametrize("run", [_reduce, _exchange])
-def test_a_rerun_that_communicated_does_not_run_once_more(ranks: Ranks, run: Callable[[Tensor], None]) -> None:
-    ranks.run(_raises_after_it_communicated, run)
-
-
-def test_no_rerun_runs_once_more_where_sends_are_not_counted(ranks: Ranks) -> None:
-    ranks.run(_raises_where_sends_are_not_counted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import test_experts
 import test_model_parallel
 import torch
 import torch.distributed as dist
-from pool import NUM_RANKS, Ranks
+from pool import NUM_RANKS, Ranks, on_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import SAVED, Collectives, Found, Method, applied, check_equal, reference, train
@@ -118,17 +119,8 @@ def _inputs(seed: int = 1) -> list[Tensor]:
     return [torch.randn(8, 8, generator=generator).requires_grad_() for _ in range(3)]
 
 
-def _in_region(policy: Any) -> Callable[..., Tensor]:
-    def call(*args: Any) -> Tensor:
-        with actckpt.region(policy):
-            return _block(*args)
-
-    return call
-
-
-def _by_torch(*args: Any) -> Tensor:
-    result: Tensor = checkpoint(_block, *args, use_reentrant=False)
-    return result
+def _in_region(policy: Any, function: Callable[..., Tensor] = _block) -> Callable[..., Tensor]:
+    return actckpt.region(policy)(function)  # type: ignore[no-any-return]
 
 
 _BOTH = {GATHER: "recompute", SCATTER: "recompute"}
@@ -159,31 +151,6 @@ _SEVERAL = {f"_c10d_functional.{name}_coalesced": "recompute" for name in ("all_
 _SEVERAL["_c10d_functional.reduce_scatter_tensor_coalesced"] = "recompute"
 
 
-def _check_several() -> None:
-    def by_torch(*args: Any) -> Tensor:
-        result: Tensor = checkpoint(_several, *args, use_reentrant=False)
-        return result
-
-    def ours(*args: Any) -> Tensor:
-        with actckpt.region(_SEVERAL) as region:
-            result = _several(*args)
-        report.append(region.report())
-        return result
-
-    report: list[Any] = []
-    plain, none = _twice(_several)
-    theirs, in_backward = _twice(by_torch)
-    found, seen = _twice(ours)
-    check_equal(found, plain)
-    check_equal(found, theirs)
-    assert not none and seen == in_backward and len(seen) == 2 * 3
-    assert not [value for value in report[0].values if "_c10d" in str(value.place) and value.action.value == "keep"]
-
-
-def test_forms_of_several_tensors_are_repeated_once_in_a_backward(ranks: Ranks) -> None:
-    ranks.run(_check_several)
-
-
 def _twice(call: Callable[..., Tensor]) -> tuple[list[Tensor], list[str]]:
     actckpt.configure(observers=[Collectives])  # else replay runs without it
     inputs = _inputs()
@@ -194,17 +161,16 @@ def _twice(call: Callable[..., Tensor]) -> tuple[list[Tensor], list[str]]:
     return [tensor.grad for tensor in inputs if tensor.grad is not None], seen.seen
 
 
-def _check_twice() -> None:
-    plain, _ = _twice(_block)
-    theirs, in_backward = _twice(_by_torch)
-    found, seen = _twice(_in_region(_BOTH))
+@pytest.mark.parametrize(("function", "policy"), [(_block, _BOTH), (_several, _SEVERAL)])
+@on_ranks
+def test_each_of_two_backwards_repeats_them_once(function: Callable[..., Tensor], policy: dict[str, str]) -> None:
+    plain, _ = _twice(function)
+    theirs, in_backward = _twice(functools.partial(checkpoint, function, use_reentrant=False))
+    found, seen = _twice(_in_region(policy, function))
     check_equal(found, plain)
     check_equal(found, theirs)
     assert seen == in_backward
-
-
-def test_each_of_two_backwards_repeats_them_once(ranks: Ranks) -> None:
-    ranks.run(_check_twice)
+    assert function is _block or len(seen) == 2 * 3
 
 
 def _interleaved(call: Callable[..., Tensor]) -> list[Tensor]:
@@ -215,15 +181,13 @@ def _interleaved(call: Callable[..., Tensor]) -> list[Tensor]:
     return [tensor.grad for inputs in batches for tensor in inputs if tensor.grad is not None]
 
 
-def _check_interleaved() -> None:
+@on_ranks
+def test_micro_batches_may_run_backward_in_another_order() -> None:
     check_equal(_interleaved(_in_region(_BOTH)), _interleaved(_block))
 
 
-def test_micro_batches_may_run_backward_in_another_order(ranks: Ranks) -> None:
-    ranks.run(_check_interleaved)
-
-
-def _check_parts() -> None:
+@on_ranks
+def test_parts_of_a_graph_repeat_what_they_need() -> None:
     """Take the gradients one after another, and a part of the graph twice."""
     plain, ours = _inputs(), _inputs()
     losses = _block(*plain, dist.group.WORLD), _in_region(_BOTH)(*ours, dist.group.WORLD)
@@ -235,11 +199,10 @@ def _check_parts() -> None:
         assert torch.equal(found[0], expected[0])
 
 
-def test_parts_of_a_graph_repeat_what_they_need(ranks: Ranks) -> None:
-    ranks.run(_check_parts)
-
-
 # Policies that change
+
+
+_ALL_REDUCE = {"_c10d_functional.all_reduce": "recompute"}
 
 
 class _Reduced(torch.autograd.Function):
@@ -282,7 +245,15 @@ def _model(kind: type[nn.Sequential]) -> nn.Sequential:
     return kind(*(_Block() for _ in range(3)))
 
 
-def _check_changes(kind: type[nn.Sequential], policies: list[Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policies"),
+    [
+        (nn.Sequential, ["recompute", "recompute", _ALL_REDUCE, [], None, [], "recompute", _ALL_REDUCE]),
+        (_Calling, [None]),
+    ],
+)
+@on_ranks
+def test_ranks_may_change_what_they_recompute_together(kind: type[nn.Sequential], policies: list[Any]) -> None:
     """Train two steps with each of the policies, on all ranks."""
     plain, ours = _model(nn.Sequential), _model(kind)
     for number, policy in enumerate(policies):
@@ -296,19 +267,3 @@ def _check_changes(kind: type[nn.Sequential], policies: list[Any]) -> None:
             check_equal(*([parameter.grad for parameter in model.parameters()] for model in (ours, plain)))
         if policy is not None:
             actckpt.remove(ours)
-
-
-_ALL_REDUCE = {"_c10d_functional.all_reduce": "recompute"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "policies"),
-    [
-        (nn.Sequential, ["recompute", "recompute", _ALL_REDUCE, [], None, [], "recompute", _ALL_REDUCE]),
-        (_Calling, [None]),
-    ],
-)
-def test_ranks_may_change_what_they_recompute_together(
-    kind: type[nn.Sequential], policies: list[Any], ranks: Ranks
-) -> None:
-    ranks.run(_check_changes, kind, policies)

@@ -36,13 +36,16 @@ _NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd")
 #: Gloo's threads hold what they sent a little longer than it takes.
 _LET_GO_S = 0.05
 
+#: Of the model and what it trains on. On a GPU both are larger: tests/gpu/sharded_program.py.
+DEVICE, WIDTH, ROWS = "cpu", 32, (2, 16)
+
 Method = Callable[[nn.Module], object]
 
 
 class Model(nn.Module):
     """A transformer of four blocks."""
 
-    def __init__(self, *, width: int = 32, depth: int = 4, dropout: float = 0.1) -> None:
+    def __init__(self, *, width: int, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
         self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
@@ -61,13 +64,13 @@ class Model(nn.Module):
 def model_of(seed: int = 1, **options: Any) -> Model:
     """Return a model with the same parameters on every rank."""
     torch.manual_seed(seed)
-    return Model(**options)
+    return Model(**{"width": WIDTH, **options}).to(DEVICE)
 
 
 def batch(step: int, *, is_same: bool = False) -> Tensor:
     """Return what this rank trains on in a step; where it is the same on all ranks, these have one batch together."""
     generator = torch.Generator().manual_seed(1000 * step + (0 if is_same else dist.get_rank()))
-    return torch.randn(2, 16, 8, generator=generator)
+    return torch.randn(*ROWS, 8, generator=generator).to(DEVICE)
 
 
 class Collectives(TorchDispatchMode):

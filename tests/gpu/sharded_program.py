@@ -14,77 +14,28 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import test_data_parallel
 import torch
 import torch.distributed as dist
 import training
-from torch import Tensor, nn
-from training import OURS, Block, Method, Training, compare, model_of
+from training import OURS, Method, Training, compare
 
 DEVICE = "cuda"
 BACKEND = "nccl"
-_WIDTH = 128
 
 aten = torch.ops.aten
+training.DEVICE, training.WIDTH, training.ROWS = DEVICE, 128, (8, 64)
 training.SAVED += [
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 ]
 
-
-def _made() -> nn.Module:
-    return model_of(width=_WIDTH).to(DEVICE)
-
-
-def _batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step)
-    return torch.randn(8, 64, 8, generator=generator).to(DEVICE)
-
-
-def _training(model: nn.Module, call: Callable[[Tensor], Tensor]) -> Training:
-    return Training(lambda: list(model.parameters()), lambda step: call(_batch(step)).float().square().mean())
-
-
-def _ddp(method: Method, **options: Any) -> Training:
-    from torch.nn.parallel import DistributedDataParallel
-
-    model = _made()
-    method(model)
-    return _training(model, DistributedDataParallel(model, **options))
-
-
-def _fsdp1(method: Method, **options: Any) -> Training:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    model = _made()
-    method(model)
-    sharded = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    return _training(sharded, sharded)
-
-
-def _fsdp2(method: Method, *, is_mixed: bool = False, **options: Any) -> Training:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    if is_mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = _made()
-    method(model)
-    for block in model.blocks:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return _training(model, model)
-
-
+_OF_RANKS = ("ddp", "ddp, static graph", "fsdp1", "fsdp2", "fsdp2, no reshard", "fsdp2, mixed precision")
 KINDS: dict[str, Callable[[Method], Training]] = {
-    "ddp": _ddp,
-    "ddp, static graph": functools.partial(_ddp, static_graph=True),
-    "ddp, buckets are gradients": functools.partial(_ddp, gradient_as_bucket_view=True),
-    "fsdp1": _fsdp1,
-    "fsdp1, original parameters": functools.partial(_fsdp1, use_orig_params=True),
-    "fsdp2": _fsdp2,
-    "fsdp2, no reshard": functools.partial(_fsdp2, reshard_after_forward=False),
-    "fsdp2, mixed precision": functools.partial(_fsdp2, is_mixed=True),
+    **{kind: test_data_parallel.KINDS[kind] for kind in _OF_RANKS},
+    "ddp, buckets are gradients": functools.partial(test_data_parallel.KINDS["ddp"], gradient_as_bucket_view=True),
+    "fsdp1, original parameters": functools.partial(test_data_parallel.KINDS["fsdp1"], use_orig_params=True),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_programs import DEVICE, Block, peak_bytes, repeated, stack
+from gpu_programs import DEVICE, peak_bytes, repeated, stack
 from oracle import assert_equal
 from peaks import smallest_budget
 from torch import Tensor
@@ -114,21 +114,15 @@ def _actions(plan: actckpt.Plan) -> dict[str, int]:
 def test_a_budget_in_bytes(share: float) -> None:
     expected, plain = _plainly()
     budget = int(_smallest() + share * (plain - _smallest()))
+    actckpt.reset_stats()
     found, plan = _check(_Training(lambda model: actckpt.apply(model, budget=budget)), budget, expected)
+    if share < 0.1:  # below what the inputs of all blocks and the largest block need, they must leave
+        assert "offload" in _actions(plan) and actckpt.stats().offloaded_bytes > 0, plan.explain()
     if share > 1:
         assert 0.8 * plain <= found <= plain + _MIB, f"plain {plain}, found {found}"  # what is free to run again may
     else:
         assert set(_actions(plan)) != {"keep"}
         assert found >= 0.7 * budget, f"of {budget} only {found} are used; plain {plain}, smallest {_smallest()}"
-
-
-def test_the_smallest_budgets_offload() -> None:
-    """Below what the inputs of all blocks and the largest block need, they must leave."""
-    expected, plain = _plainly()
-    budget = int(_smallest() + 0.02 * (plain - _smallest()))
-    actckpt.reset_stats()
-    _, plan = _check(_Training(lambda model: actckpt.apply(model, budget=budget)), budget, expected)
-    assert "offload" in _actions(plan) and actckpt.stats().offloaded_bytes > 0, plan.explain()
 
 
 def test_a_share_of_the_device_and_auto() -> None:
@@ -164,38 +158,6 @@ def test_an_optimizer_whose_state_appears_in_the_first_step(share: float, micro_
     _check(training, budget, expected)
 
 
-def test_evaluation_between_steps() -> None:
-    expected, plain = _plainly()
-    budget = int(_smallest() + 0.4 * (plain - _smallest()))
-    training = _Training(lambda model: actckpt.apply(model, budget=budget))
-    step = training.step
-
-    def with_evaluation() -> list[Tensor]:
-        training.model.eval()
-        with torch.no_grad():
-            training.model(training.x)
-        with torch.inference_mode():
-            training.model(training.x)
-        training.model.train()
-        return step()
-
-    training.step = with_evaluation  # type: ignore[method-assign]
-    _check(training, budget, expected)
-
-
-def test_other_sizes_of_inputs_have_plans_of_their_own() -> None:
-    _, plain = _plainly()
-    budget = int(_smallest() + 0.3 * (plain - _smallest()))
-    ours, right = _Training(lambda model: actckpt.apply(model, budget=budget)), _Training()
-    whole = ours.x
-    for rows in (8, 5, 8, 2, 5, 8):
-        ours.x = right.x = whole[:rows]
-        expected = right.step()
-        right.model.zero_grad()
-        peak = peak_bytes(lambda: assert_equal(ours.step(), expected))  # noqa: B023 - called at once
-        print(f"{rows} rows: budget {budget}, peak {peak}")
-
-
 @pytest.mark.parametrize("share", [0.05, 0.4])
 def test_a_plan_made_from_a_step(share: float) -> None:
     expected, plain = _plainly()
@@ -207,24 +169,6 @@ def test_a_plan_made_from_a_step(share: float) -> None:
     peak = training.peak()
     found = f"budget {budget}, predicted {plan.peak_bytes}, peak {peak}"
     assert peak <= budget and peak == pytest.approx(plan.peak_bytes, rel=0.05), found
-
-
-def test_comparing_policies() -> None:
-    training = _Training()
-    found = actckpt.compare(training.forward_and_backward, model=training.model, blocks=Block, rounds=1)
-    print(found)
-    plain = found.rows[0]
-    assert all(row.same_bits for row in found.rows), str(found)
-    assert len(found.rows) >= 4 and all(row.peak_bytes < plain.peak_bytes for row in found.rows[1:]), str(found)
-    assert "offload" in [row.name for row in found.rows]
-
-
-def test_the_report_adds_up() -> None:
-    training = _Training(lambda model: actckpt.apply(model, "matmuls", blocks=Block))
-    training.step()
-    report = actckpt.report(training.model, group_by="module")
-    assert report.blocks_ran == tuple(str(number) for number in range(_DEPTH))
-    assert 0 < report.kept_bytes < report.plain_bytes and report.recomputed_bytes > 0, str(report)
 
 
 # A process that may not have more

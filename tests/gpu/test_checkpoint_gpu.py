@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's name
-from gpu_oracle import settle
 from gpu_programs import DEVICE, FEW, OURS, Method, assert_as_plain, leaf, repeated, stack
 from oracle import assert_equal, in_threads, mlp, plain
 from torch import Tensor, nn
@@ -42,19 +41,6 @@ def test_gradients_of_each_policy(method: str, dtype: torch.dtype | None, is_det
     torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
     model = stack()
     assert_as_plain(lambda call: _trained(model, call, dtype), OURS[method])
-
-
-@_few
-def test_a_whole_model_in_one_region_with_copies_that_have_ended(method: str) -> None:
-    model = stack()
-
-    def program(call: Method) -> Any:
-        x = leaf(4, 256, 128)
-        loss = call(model, x * 1.5).square().mean()
-        settle()
-        return _backward(loss, model, x)
-
-    assert_as_plain(program, OURS[method])
 
 
 @_each

@@ -7,6 +7,7 @@ place of float32 (relative to the largest of a gradient), and bit for bit nowher
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,32 +69,22 @@ def _blocks_by(call: Method, model: nn.Sequential) -> Callable[[Tensor], Tensor]
     return torch.compile(function, fullgraph=True)
 
 
+@pytest.mark.parametrize("is_applied", [False, True], ids=["checkpoint", "apply"])
 @pytest.mark.parametrize("name", _POLICIES)
-def test_a_compiled_function_with_checkpoints(name: str) -> None:
-    model, x = _model(), leaf(4096, 256)
-    policy = _POLICIES[name]
+def test_what_is_compiled_with_checkpoints_needs_less(name: str, is_applied: bool) -> None:
+    x, policy = leaf(4096, 256), _POLICIES[name]
     found, peaks = {}, {}
-    for kind, call in {"plain": plain, "ours": lambda f, x: actckpt.checkpoint(f, x, policy=policy)}.items():
-        compiled = _blocks_by(call, model)
-        found[kind] = _step(compiled, x, model)
-        peaks[kind] = peak_bytes(lambda: _step(compiled, x, model))  # noqa: B023 - called at once
-    _assert_close(found["ours"], found["plain"])
-    assert peaks["ours"] < 0.9 * peaks["plain"], peaks
-
-
-@pytest.mark.parametrize("name", ["recompute", "matmuls"])
-def test_a_compiled_model_after_apply(name: str) -> None:
-    x = leaf(4096, 256)
-    found, peaks = {}, {}
-    for kind in ("plain", "ours"):
-        model = _model()
-        if kind == "ours":
-            assert actckpt.apply(model, _POLICIES[name]) == ("0", "1", "2")
-        compiled = torch.compile(model, fullgraph=True)
-        found[kind] = _step(compiled, x, model)
-        peaks[kind] = peak_bytes(lambda: _step(compiled, x, model))  # noqa: B023 - called at once
-    _assert_close(found["ours"], found["plain"])
-    assert peaks["ours"] < 0.9 * peaks["plain"], peaks
+    for is_ours in (False, True):
+        model, call = _model(), plain
+        if is_ours and is_applied:
+            assert actckpt.apply(model, policy) == ("0", "1", "2")
+        elif is_ours:
+            call = partial(actckpt.checkpoint, policy=policy)
+        compiled = torch.compile(model, fullgraph=True) if is_applied else _blocks_by(call, model)
+        found[is_ours] = _step(compiled, x, model)
+        peaks[is_ours] = peak_bytes(lambda: _step(compiled, x, model))  # noqa: B023 - called at once
+    _assert_close(found[True], found[False])
+    assert peaks[True] < 0.9 * peaks[False], peaks
 
 
 @pytest.mark.parametrize("policy", ["recompute", [], "offload"], ids=str)

@@ -23,8 +23,6 @@ pytestmark = pytest.mark.filterwarnings("default")  # of the libraries, about th
 
 _STEPS = 6
 _MODELS = ("llama", "gpt 2", "mixtral", "gpt oss", "t5")
-#: What Trainer's arguments need of the device: nothing on a GPU.
-_ON_DEVICE: dict[str, Any] = {} if DEVICE == "cuda" else {"use_cpu": True}
 
 
 @pytest.fixture(autouse=True)
@@ -89,35 +87,19 @@ def test_transformers_with_apply(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"budget": 0.5}], ids=str)
 @pytest.mark.parametrize("is_mixed", [False, True], ids=["fp32", "bf16"])
 def test_transformers_trainer(options: dict[str, Any], is_mixed: bool, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from actckpt.integrations.transformers import callback
 
-    ids = torch.randint(3, 64, (64, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
+    training = importlib.import_module("transformers_training")
+    given = {"bf16": is_mixed, "use_cpu": DEVICE != "cuda", "dataloader_pin_memory": False}
 
     def run(is_ours: bool) -> list[Tensor]:
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=_STEPS,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            logging_steps=1,
-            learning_rate=1e-3,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            bf16=is_mixed,
-            gradient_checkpointing=is_ours,
-            dataloader_pin_memory=False,
-            **_ON_DEVICE,
-        )
-        model = _transformer("llama").float()
         callbacks = [callback(**options)] if is_ours else []
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
-        trainer.train()
-        losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-        return [*losses, *(parameter.detach() for parameter in trainer.model.parameters())]
+        model = _transformer("llama").float()
+        return training.run(  # type: ignore[no-any-return]
+            training.trainer_of(tmp_path, model, callbacks, gradient_checkpointing=is_ours, **given)
+        )
 
     _assert_equal_if_repeatable(run)
 
@@ -166,46 +148,16 @@ def test_timm_vit(policy: Any) -> None:
 @pytest.mark.parametrize("options", [{}, {"policy": "matmuls"}, {"module": "net", "budget": "2GiB"}], ids=str)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lightning(options: dict[str, Any], precision: str, tmp_path: Path) -> None:
-    lightning = pytest.importorskip("lightning.pytorch")
+    pytest.importorskip("lightning.pytorch")
     from actckpt.integrations.lightning import callback
 
-    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            block = lambda: torch.nn.Sequential(  # noqa: E731
-                torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(256, 64)
-            )
-            self.net = torch.nn.Sequential(*(block() for _ in range(4)))
-            self.losses: list[Tensor] = []
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            torch.manual_seed(index)
-            loss = self.net(batch[0]).float().square().mean()
-            self.losses.append(loss.detach())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+    made = importlib.import_module("lightning_training")
 
     def run(is_ours: bool) -> list[Tensor]:
-        module = Module()
-        trainer = lightning.Trainer(
-            max_steps=_STEPS,
-            max_epochs=-1,
-            accelerator="gpu" if DEVICE == "cuda" else "cpu",
-            devices=1,
-            precision=precision,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-            callbacks=[callback(**options)] if is_ours else [],
-        )
-        rows = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-        trainer.fit(module, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=16))
-        assert len(module.losses) == _STEPS
-        return [*module.losses, *(parameter.detach() for parameter in module.parameters())]
+        module = made.Module(width=64)
+        callbacks = [callback(**options)] if is_ours else []
+        accelerator = "gpu" if DEVICE == "cuda" else "cpu"
+        made.fit(module, tmp_path, *callbacks, accelerator=accelerator, precision=precision)
+        return module.trained()
 
     _assert_equal_if_repeatable(run)

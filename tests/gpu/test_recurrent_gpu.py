@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from oracle import assert_equal
+from gpu_programs import OURS, Method
+from oracle import assert_equal, plain, theirs
 from torch import Tensor, nn
 
 import actckpt
 
 _LAYERS, _STEPS = 3, 3
-
-Method = Callable[..., Tensor]
-
-
-def _in_region(function: Callable[..., Tensor], *args: Any) -> Tensor:
-    with actckpt.region([]):
-        return function(*args)
-
-
 METHODS: dict[str, Method] = {
-    "checkpoint": actckpt.checkpoint,
-    "checkpoint with a policy": lambda function, *args: actckpt.checkpoint(function, *args, policy=[]),
-    "nested": lambda function, *args: actckpt.checkpoint(lambda *a: actckpt.checkpoint(function, *a), *args),
-    "offloaded inputs": lambda function, *args: actckpt.checkpoint(function, *args, offload_inputs=True),
-    "region": _in_region,
+    **{name: OURS[name] for name in ("rerun", "rerun, inputs away", "replay", "region")},
+    "nested": lambda function, *args: actckpt.checkpoint(lambda *own: actckpt.checkpoint(function, *own), *args),
 }
 
 
@@ -54,7 +40,7 @@ def _train(kind: type[nn.RNNBase], method: Method) -> list[Tensor]:
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_rerun_draws_the_masks_of_its_forward(name: str, kind: type[nn.RNNBase]) -> None:
-    expected = _train(kind, lambda function, *args: function(*args))
+    expected = _train(kind, plain)
     assert_equal(_train(kind, METHODS[name]), expected)
 
 
@@ -82,7 +68,6 @@ def test_it_does_so_where_nobody_set_the_state_of_the_generator(name: str) -> No
 
 def test_torchs_checkpoint_draws_others() -> None:
     """If this fails, torch has fixed it: see Rule 5 of NOTE [ Random state ]."""
-    from torch.utils.checkpoint import checkpoint
 
     def gradient(method: Method) -> tuple[Tensor, Tensor]:
         torch.manual_seed(0)
@@ -94,6 +79,5 @@ def test_torchs_checkpoint_draws_others() -> None:
             h = method(lambda h, layer=layer: layer(h)[0], h)
         return h.detach(), torch.autograd.grad(h.sum(), x)[0]
 
-    plain = gradient(lambda function, *args: function(*args))
-    theirs = gradient(lambda function, *args: checkpoint(function, *args, use_reentrant=False))
-    assert torch.equal(theirs[0], plain[0]) and not torch.equal(theirs[1], plain[1])
+    expected, found = gradient(plain), gradient(theirs)
+    assert torch.equal(found[0], expected[0]) and not torch.equal(found[1], expected[1])

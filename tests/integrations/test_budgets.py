@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers_models import MODELS, batch, cached_tensors, make
 
 import actckpt
@@ -57,36 +56,3 @@ def test_blocks_that_run_as_they_are_write_nothing_to_a_cache_that_others_share(
     assert plan is not None
     assert actckpt.report(model).race_steps_left == 0 and plan.overhead_seconds > 0.0
     assert not cached_tensors(found.past_key_values)
-
-
-@pytest.mark.parametrize("share", [0.5, 0.75, 1.0])
-def test_layers_that_share_weights_are_planned_call_by_call(share: float) -> None:
-    config = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 256, "embedding_size": 16}
-    config |= {"num_hidden_layers": 6, "num_attention_heads": 4, "max_position_embeddings": 64}
-    tokens = torch.randint(64, (4, 48), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(tokens)
-    mask[1, 30:] = 0
-
-    def made() -> Any:
-        torch.manual_seed(0)
-        return transformers.AlbertForMaskedLM(transformers.AlbertConfig(**config)).train()
-
-    def step(model: Any) -> tuple[list[torch.Tensor | None], int]:
-        torch.manual_seed(2)
-        model.zero_grad()
-        with LiveStorages(parameters=model.parameters()) as live:
-            model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
-        return [parameter.grad for parameter in model.parameters()], live.peak_bytes
-
-    expected, plain_peak = step(made())
-    ours = made()
-    names = actckpt.apply(ours, activation_budget=f"{100 * share:.0f}%", race=False)
-    assert names == ("albert.encoder.albert_layer_groups.0",)
-    for _ in range(3):
-        found, peak = step(ours)
-        for one, other in zip(found, expected, strict=True):
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one, other)
-    plan = actckpt.report(ours).plan
-    assert plan is not None and tuple(filter(None, plan.blocks or ())) == 6 * names
-    assert peak <= 1.01 * share * plain_peak

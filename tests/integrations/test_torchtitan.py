@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional
+from parallel_blocks import Block
 from training import assert_equal, held_and_peak, train_on
 
 import actckpt
@@ -20,30 +20,13 @@ titan = importlib.import_module("torchtitan.distributed.activation_checkpoint")
 KINDS = {"FullAC": titan.FullAC, "SelectiveAC": titan.SelectiveAC}
 
 
-class Block(torch.nn.Module):
-    """Attention and a gated mlp, as in its Llama."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(32) for _ in range(2))
-        self.qkv, self.out = torch.nn.Linear(32, 96, bias=False), torch.nn.Linear(32, 32, bias=False)
-        self.up, self.gate, self.down = (torch.nn.Linear(*s, bias=False) for s in ((32, 64), (32, 64), (64, 32)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        attention = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + functional.dropout(self.out(attention.transpose(1, 2).flatten(2)), 0.1)
-        normed = self.norms[1](x)
-        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
-
-
 class Model(torch.nn.Module):
     """As torchtitan's: the blocks are in `layers`."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleDict({str(i): Block() for i in range(3)})
+        self.layers = torch.nn.ModuleDict({str(i): Block(32, 0.1) for i in range(3)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers.values():

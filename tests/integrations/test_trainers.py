@@ -10,6 +10,7 @@ import pytest
 import torch
 from training import STEPS, assert_equal
 from transformers_models import make
+from transformers_training import arguments, run, trainer_of
 
 import actckpt
 from actckpt.integrations import transformers as integration
@@ -43,21 +44,6 @@ def _text(seed: int, words: int = 8) -> str:
     return " " + " ".join(f"w{i}" for i in torch.randint(0, 61, (words,), generator=generator).tolist())
 
 
-def _arguments(folder: Path, kind: Any, **options: Any) -> Any:
-    return kind(
-        output_dir=str(folder),
-        max_steps=STEPS,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=2,
-        logging_steps=1,
-        learning_rate=1e-3,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **{"save_strategy": "no", **options},
-    )
-
-
 class Seen(transformers.TrainerCallback):  # type: ignore[misc]
     """Takes down which blocks ran by actckpt."""
 
@@ -67,47 +53,33 @@ class Seen(transformers.TrainerCallback):  # type: ignore[misc]
         self.blocks_ran = actckpt.report(model).blocks_ran
 
 
-def _trainer(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
-    ids = torch.randint(3, 64, (64, 12), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    arguments = _arguments(folder, transformers.TrainingArguments, **options)
-    return transformers.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
-
-
 def _sft(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
     rows = datasets.Dataset.from_list([{"text": _text(i)} for i in range(64)])
-    arguments = _arguments(folder, trl.SFTConfig, bf16=False, **options)
+    args = arguments(folder, trl.SFTConfig, bf16=False, **options)
     return trl.SFTTrainer(
-        model=model, args=arguments, train_dataset=rows, processing_class=_tokenizer(), callbacks=callbacks
+        model=model, args=args, train_dataset=rows, processing_class=_tokenizer(), callbacks=callbacks
     )
 
 
 def _dpo(folder: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
     rows = [{"prompt": _text(i), "chosen": _text(100 + i), "rejected": _text(200 + i)} for i in range(64)]
-    arguments = _arguments(folder, trl.DPOConfig, bf16=False, **options)
+    args = arguments(folder, trl.DPOConfig, bf16=False, **options)
     return trl.DPOTrainer(
         model=model,
         ref_model=make("llama"),
-        args=arguments,
+        args=args,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=_tokenizer(),
         callbacks=callbacks,
     )
 
 
-def _run(trainer: Any) -> list[torch.Tensor]:
-    trainer.train()
-    losses = [torch.tensor(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == STEPS
-    return [*losses, *(parameter.detach() for parameter in trainer.model.parameters())]
-
-
-@pytest.mark.parametrize("make_trainer", [_trainer, _sft, _dpo], ids=["Trainer", "SFTTrainer", "DPOTrainer"])
+@pytest.mark.parametrize("make_trainer", [trainer_of, _sft, _dpo], ids=["Trainer", "SFTTrainer", "DPOTrainer"])
 def test_a_trainer_with_the_callback_trains_as_without(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    expected = _run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
+    expected = run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
     seen, model = Seen(), make("llama")
     trainer = make_trainer(tmp_path, model, [callback(), seen], gradient_checkpointing=True)
-    assert_equal(_run(trainer), expected)
+    assert_equal(run(trainer), expected)
     assert len(seen.blocks_ran) == 3
     last = actckpt.report(model)  # it has ended
     assert last.rows and last.blocks_ran == seen.blocks_ran and str(last).startswith("The last report before")
@@ -117,7 +89,7 @@ def test_the_optimizer_is_told_beside_a_budget_only(tmp_path: Path, monkeypatch:
     given = []
     monkeypatch.setattr(integration, "apply", lambda model, **options: given.append(options))
     for options in ({"activation_budget": "50%"}, {"policy": "matmuls"}, {"budget": "1GiB", "optimizer": None}):
-        _run(_trainer(tmp_path, make("llama"), [callback(**options)]))
+        run(trainer_of(tmp_path, make("llama"), [callback(**options)]))
     assert [isinstance(one.get("optimizer"), torch.optim.Optimizer) for one in given] == [True, False, False]
 
 
@@ -129,25 +101,25 @@ def test_a_trainer_that_finds_a_batch_that_fits_starts_again(tmp_path: Path) -> 
                 raise RuntimeError("CUDA out of memory. Tried to allocate more than there is")
 
     seen = Fails()
-    trainer = _trainer(tmp_path, make("llama"), [callback(), seen], auto_find_batch_size=True)
-    _run(trainer)
+    trainer = trainer_of(tmp_path, make("llama"), [callback(), seen], auto_find_batch_size=True)
+    run(trainer)
     assert len(seen.sizes) == 2 and seen.sizes[1] < seen.sizes[0]
     assert len(seen.blocks_ran) == 3
 
 
-@pytest.mark.parametrize("make_trainer", [_trainer, _sft], ids=["Trainer", "SFTTrainer"])
+@pytest.mark.parametrize("make_trainer", [trainer_of, _sft], ids=["Trainer", "SFTTrainer"])
 def test_a_model_that_is_applied_before_stays_so_in_a_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
-    expected = _run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
+    expected = run(make_trainer(tmp_path, make("llama"), [], gradient_checkpointing=False))
     seen, model = Seen(), make("llama")
     actckpt.apply(model, "matmuls")
-    assert_equal(_run(make_trainer(tmp_path, model, [seen], gradient_checkpointing=True)), expected)
+    assert_equal(run(make_trainer(tmp_path, model, [seen], gradient_checkpointing=True)), expected)
     assert len(seen.blocks_ran) == 3
 
 
 def test_training_that_goes_on_from_a_checkpoint_of_the_trainer_is_that_of_plain_training(tmp_path: Path) -> None:
-    expected = _run(_trainer(tmp_path / "plain", make("llama"), []))
+    expected = run(trainer_of(tmp_path / "plain", make("llama"), []))
     saving = {"save_strategy": "steps", "save_steps": STEPS // 2}
-    _run(_trainer(tmp_path / "ours", make("llama"), [callback()], **saving))
-    goes_on = _trainer(tmp_path / "ours", make("llama"), [callback()], **saving)
+    run(trainer_of(tmp_path / "ours", make("llama"), [callback()], **saving))
+    goes_on = trainer_of(tmp_path / "ours", make("llama"), [callback()], **saving)
     goes_on.train(resume_from_checkpoint=str(tmp_path / "ours" / f"checkpoint-{STEPS // 2}"))
     assert_equal([parameter.detach() for parameter in goes_on.model.parameters()], expected[STEPS:])

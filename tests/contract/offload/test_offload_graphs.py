@@ -48,17 +48,6 @@ def test_a_retained_graph_does_not_grow() -> None:
 
 
 @programs
-def double_backward(context: Context) -> Any:
-    x = leaf(8, 8)
-    with context():
-        y = deep(x)
-        (first,) = torch.autograd.grad(y, x, create_graph=True)
-    flush()
-    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
-    return first.detach(), second.detach(), torch.autograd.grad(second.sum(), x)
-
-
-@programs
 def hessian_vector_products_and_batched_gradients(context: Context) -> Any:
     x = leaf(6)
     with context():
@@ -71,17 +60,11 @@ def hessian_vector_products_and_batched_gradients(context: Context) -> Any:
 def test_a_graph_whose_backward_never_runs_gives_its_bytes_back() -> None:
     with actckpt.offload(min_bytes=0):
         y = deep(leaf(32, 32))
-    flush()
-    assert actckpt.stats().store_bytes > 0
-    del y
-    assert actckpt.stats().store_bytes == 0
-
-
-def test_a_graph_dropped_while_it_is_written_gives_its_bytes_back() -> None:
-    for _ in range(20):
-        with actckpt.offload(min_bytes=0):
+        for _ in range(20):  # dropped while they are written
             deep(leaf(64, 64))
     flush()
+    assert actckpt.stats().store_bytes == 4 * 32 * 32 * 4
+    del y
     assert actckpt.stats().store_bytes == 0
 
 
@@ -97,30 +80,6 @@ def several_graphs_alive_run_in_any_order(context: Context, order: tuple[int, ..
                 outputs.append(deep(x * (n + 1)))
     flush()
     return [torch.autograd.grad(outputs[n], x) for n in order]
-
-
-@programs
-def a_pipeline_of_one_forward_and_one_backward(context: Context) -> Any:
-    model = mlp(8, 2)
-    waiting = []
-    for n in range(6):
-        with context():
-            waiting.append(model(torch.randn(4, 8)).exp().sum())
-        if n >= 2:
-            waiting.pop(0).backward()
-    while waiting:
-        waiting.pop().backward()
-    return gradients(model)
-
-
-def test_saved_tensors_are_read_twice_outside_of_backward() -> None:
-    h = leaf(8, 8) * 1
-    value = h.detach().clone()
-    with actckpt.offload(min_bytes=0):
-        y = h.sin()
-    flush()
-    assert torch.equal(y.grad_fn._saved_self, value) and torch.equal(y.grad_fn._saved_self, value)
-    assert torch.equal(torch.autograd.grad(y.sum(), h)[0], value.cos())
 
 
 def test_an_exception_in_forward_leaves_nothing() -> None:

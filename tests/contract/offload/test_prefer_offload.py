@@ -138,23 +138,6 @@ def test_what_found_no_room_is_watched_for_changes_as_any_that_is_kept(has_room:
             torch.autograd.grad(y, (x, w))
 
 
-def _apply_to_layers(model: torch.nn.Module) -> None:
-    actckpt.apply(model, policy="prefer_offload", blocks=torch.nn.Linear)
-
-
-def test_apply_takes_it_by_name(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
-    x = torch.randn(8, 32)
-    model(x).square().sum().backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    _apply_to_layers(model)
-    with _scripted(tmp_path):
-        for _ in range(3):
-            model.zero_grad()
-            model(x).square().sum().backward()
-            assert_equal([parameter.grad for parameter in model.parameters()], expected)
-
-
 def test_bytes_held_for_replay_alone_prefer_to_move_too(tmp_path: Path) -> None:
     with _scripted(tmp_path):
         x, w = _inputs()

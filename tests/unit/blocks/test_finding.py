@@ -42,14 +42,24 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Stage(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
+class Runs(nn.Module):
+    """Modules by their names, and what runs them."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **modules: nn.Module) -> None:
         super().__init__()
-        self.grow = nn.Linear(width, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.run = run
+        for name, module in modules.items():
+            self.add_module(name, module)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.grow(x))
+        return self.run(self, x)
+
+
+def _chain(model: Any, x: Tensor) -> Tensor:
+    for module in model.children():
+        for part in module if isinstance(module, nn.ModuleList) else [module]:
+            x = _chain(part, x) if isinstance(part, nn.ModuleList) else part(x)
+    return x
 
 
 class Residual(nn.Module):
@@ -85,41 +95,6 @@ class LastDown(Down):
     """Its kind stands once in the model."""
 
 
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.resnets, self.attentions = nn.ModuleList([Residual()]), nn.ModuleList([Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.resnets[0](self.attentions[0](x.movedim(1, -1)).movedim(-1, 1))
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([Down(2), Down(2), LastDown(0)])
-        self.middle = Middle()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for down in self.down:
-            x = down(x)
-        return self.middle(x)
-
-
-class Nested(nn.Module):
-    """Rows of rows, which are never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for row in self.rows:
-            for block in row:
-                x = block(x)
-        return x
-
-
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -138,32 +113,6 @@ class ExpertBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm(x))
         return x + self.experts[int(self.gate(x).sum() > 0)](x)
-
-
-class Numbered(nn.Module):
-    """Blocks that are attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        for number in range(1, 4):
-            setattr(self, f"b{number}", Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b3(self.b2(self.b1(self.stem(x))))
-
-
-class Shared(nn.Module):
-    """One layer that is called many times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Block()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(3):
-            x = self.layers[0](x)
-        return x
 
 
 class Rows(nn.Module):
@@ -221,29 +170,43 @@ class First(Block):
     """The first block of a stack is often of its own kind."""
 
 
-def _swin() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), *(Stage(8, depth) for depth in (2, 2, 6, 2)))
-
-
-def _with_head() -> nn.Module:
-    head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 100))
-    return nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), *(Block() for _ in range(4)), head)
-
-
 def _each_with_tanh(make: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(make(), nn.Tanh()) for _ in range(3)))
 
 
+def _stage(depth: int) -> nn.Module:
+    return Runs(_chain, grow=nn.Linear(8, 8), blocks=nn.Sequential(*(Block() for _ in range(depth))))
+
+
+def _unet() -> nn.Module:
+    middle = Runs(
+        lambda net, x: net.resnets[0](net.attentions[0](x.movedim(1, -1)).movedim(-1, 1)),
+        resnets=nn.ModuleList([Residual()]),
+        attentions=nn.ModuleList([Block()]),
+    )
+    return Runs(_chain, down=nn.ModuleList([Down(2), Down(2), LastDown(0)]), middle=middle)
+
+
+_STEM, _HEAD = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 100))
 MODELS = {
-    "blocks rather than stages": (_swin(), {"Block": 12}),
-    "rows of one kind and groups of one": (UNet(), {"Residual": 7, "Block": 5}),
-    "rows of rows": (Nested(), {"Block": 6}),
+    "blocks rather than stages": (nn.Sequential(nn.Linear(8, 8), *map(_stage, (2, 2, 6, 2))), {"Block": 12}),
+    "rows of one kind and groups of one": (_unet(), {"Residual": 7, "Block": 5}),
+    "rows of rows": (
+        Runs(_chain, rows=nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(3))),
+        {"Block": 6},
+    ),
     "blocks rather than experts": (nn.Sequential(*(ExpertBlock(8) for _ in range(8))), {"ExpertBlock": 8}),
     "blocks rather than their parts": (nn.Sequential(*(Block() for _ in range(8))), {"Block": 8}),
-    "numbered attributes": (Numbered(), {"Block": 3}),
-    "one layer": (Shared(), {"Block": 1}),
+    "numbered attributes": (
+        Runs(_chain, stem=nn.Linear(8, 8), b1=Block(), b2=Block(), b3=Block()),
+        {"Block": 3},
+    ),
+    "one layer that is called many times": (
+        Runs(lambda net, x: net.layers[0](net.layers[0](x)), layers=nn.ModuleList([Block()])),
+        {"Block": 1},
+    ),
     "the first of its own kind": (nn.Sequential(First(), *(Block() for _ in range(4))), {"First": 1, "Block": 4}),
-    "neither stem nor head": (_with_head(), {"Block": 4}),
+    "neither stem nor head": (nn.Sequential(_STEM, *(Block() for _ in range(4)), _HEAD), {"Block": 4}),
     "spectral norm": (_each_with_tanh(lambda: parametrizations.spectral_norm(nn.Linear(8, 8))), {"Sequential": 3}),
     "weight norm": (_each_with_tanh(lambda: parametrizations.weight_norm(nn.Linear(8, 8))), {"Sequential": 3}),
     "norm by hooks": (_each_with_tanh(lambda: nn.utils.spectral_norm(nn.Linear(8, 8))), {"Sequential": 3}),
@@ -269,7 +232,7 @@ def test_the_blocks_of_a_model_are(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_all_of_them_run_and_gradients_are_bit_equal(name: str) -> None:
     model, _ = MODELS[name]
-    x = torch.randn(2, 8, 4, 4) if isinstance(model, UNet) else torch.randn(2, 4, 8)
+    x = torch.randn(2, 8, 4, 4) if name.startswith("rows of one kind") else torch.randn(2, 4, 8)
     before = copy.deepcopy(model.state_dict())
     torch.manual_seed(1)
     expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()), allow_unused=True)

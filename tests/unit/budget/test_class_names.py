@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
+from budget_programs import Net
 
 import actckpt
 from actckpt import planner
@@ -14,41 +16,38 @@ from actckpt._budget.class_names import with_block_names
 from actckpt.planner.costs import BlockClass
 
 
-class _Model(torch.nn.Module):
-    """Six blocks, in turns of two widths, between others."""
+def _block(width: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 16))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(8, 16)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 16))
-            for width in (32, 64) * 3
-        )
-        self.last = torch.nn.Linear(16, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.last(x)  # type: ignore[no-any-return]
+def _model() -> torch.nn.Module:
+    """Return six blocks, in turns of two widths, between others."""
+
+    def run(net: Any, x: torch.Tensor) -> torch.Tensor:
+        x = net.first(x)
+        for block in net.blocks:
+            x = block(x)
+        return net.last(x)  # type: ignore[no-any-return]
+
+    return Net(run, map(_block, (32, 64) * 3), first=torch.nn.Linear(8, 16), last=torch.nn.Linear(16, 2))
 
 
 @pytest.fixture(name="plan", scope="module")
 def _plan() -> Iterator[actckpt.Plan]:
-    model, x = _Model(), torch.randn(256, 8)
+    model, x = _model(), torch.randn(256, 8)
     yield actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="60%", race=False)
 
 
 def test_classes_and_columns_have_the_names_of_blocks(plan: actckpt.Plan) -> None:
-    assert plan.costs.stack == ("layers.0, 2, 4", "layers.1, 3, 5") * 3
+    assert plan.costs.stack == ("blocks.0, 2, 4", "blocks.1, 3, 5") * 3
     _, *lines = plan.table().splitlines()
-    rows = [line for line in lines if line.partition("layers.")[1]]
+    rows = [line for line in lines if line.partition("blocks.")[1]]
     assert "block 0" not in plan.table() and "count from 0" not in plan.table() and "(other)" not in plan.table()
-    for name, blocks in (("layers.0, 2, 4", {0, 2, 4}), ("layers.1, 3, 5", {1, 3, 5})):
+    for name, blocks in (("blocks.0, 2, 4", {0, 2, 4}), ("blocks.1, 3, 5", {1, 3, 5})):
         mine = [line.partition(name)[2] for line in rows if name in line]
         assert len(mine) == 2, "its values; what the block before it made has no bytes of its own"
         for line in mine:
-            assert {int(c) for part in line.split("layers.")[1:] for c in _numbers(part)} == blocks
+            assert {int(c) for part in line.split("blocks.")[1:] for c in _numbers(part)} == blocks
     assert "x0: the input of a block." in plan.table()
 
 
@@ -68,30 +67,22 @@ def test_the_explanation_has_the_names_of_blocks(plan: actckpt.Plan) -> None:
     rows = zip(plan.block_names or (), plan.rerun, plan.actions, strict=True)
     dropped = [name for name, rerun, each in rows if rerun or actckpt.Action.RECOMPUTE in _values(each)]
     text = plan.explain()
-    assert dropped and all(f"layers.{name[-1]}" in text or f", {name[-1]}" in text for name in dropped)
+    assert dropped and all(f"blocks.{name[-1]}" in text or f", {name[-1]}" in text for name in dropped)
     assert " of block " not in text and "blocks '" not in text
     no_model = dataclasses.replace(plan, blocks=None, places=None)
     assert " of block " in no_model.explain() and "count from 0" in no_model.table()
 
 
 def test_a_block_that_runs_twice_has_a_name_for_each_call() -> None:
-    class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.block(self.block(x))  # type: ignore[no-any-return]
-
-    model, x = Twice(), torch.randn(64, 16)
+    model, x = Net(lambda net, x: net.blocks[0](net.blocks[0](x)), [_block(64)]), torch.randn(64, 16)
     step = lambda: model(x).sum().backward()  # noqa: E731 - a step
-    plan = actckpt.plan(step, model=model, blocks="block", activation_budget="100%", race=False)
-    assert plan.block_names == ("block", "block@1")
+    plan = actckpt.plan(step, model=model, blocks="blocks.0", activation_budget="100%", race=False)
+    assert plan.block_names == ("blocks.0", "blocks.0@1")
 
 
 def test_an_error_names_the_blocks() -> None:
-    model, x = _Model(), torch.randn(256, 8)
-    with pytest.raises(planner.PlanInfeasibleError, match=r"backward of '(layers\.|\(after)"):
+    model, x = _model(), torch.randn(256, 8)
+    with pytest.raises(planner.PlanInfeasibleError, match=r"backward of '(blocks\.|\(after)"):
         actckpt.apply(model, activation_budget="1%", on_infeasible="raise")
         for _ in range(2):
             model(x).sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 import on_device
 import pytest
 import torch
+from budget_programs import Net
 from oracle import assert_equal
 from residual_mlp import Mlp
 from torch import Tensor, nn
@@ -45,6 +46,15 @@ def _step(model: nn.Module, shapes: Sequence[tuple[int, ...]]) -> tuple[list[Ten
     return [p.grad.clone() for p in model.parameters() if p.grad is not None], live.peak_bytes, held_bytes
 
 
+def _applied(budget: Any, shapes: Sequence[tuple[int, ...]] = ()) -> nn.Module:
+    """Return a model with a budget that ran two steps of each shape."""
+    model = _model()
+    actckpt.apply(model, blocks=Mlp, activation_budget=budget, race=False, on_infeasible="raise")
+    for shape in [*shapes, *shapes]:
+        _step(model, [shape])
+    return model
+
+
 def _held_bytes(model: nn.Module, shape: tuple[int, ...]) -> int:
     return _step(model, [shape])[2]
 
@@ -56,8 +66,7 @@ def _plan(model: nn.Module) -> actckpt.Plan | None:
 def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
     draw = random.Random(0)
     _, plain_bytes, _ = _step(_model(), [(8, 64)])
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.6 * plain_bytes), race=False, on_infeasible="raise")
+    model = _applied(int(0.6 * plain_bytes))
     lengths = [(8, 64), (8, 16), (8, 32)] * 2 + [(8, draw.randint(1, 64)) for _ in range(20)]
     for number, shape in enumerate(lengths):
         expected, _, _ = _step(_model(), [shape])
@@ -68,10 +77,7 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
 
 
 def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
-    for shape in [(8, 64), (8, 16), (8, 32)] * 2:
-        _step(model, [shape])
+    model = _applied("100%", [(8, 64), (8, 16), (8, 32)])
     for length in range(1, 64, 7):
         assert _held_bytes(model, (8, length)) == _held_bytes(_model(), (8, length))
 
@@ -88,8 +94,7 @@ def test_the_plan_of_the_smallest_size_that_is_larger_runs() -> None:
 
 
 def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
+    model = _applied("100%")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for shape in [(8, length) for length in (8, 16, 24, 32, 40)] * 2:
@@ -106,10 +111,7 @@ def test_larger_sizes_have_plans_of_their_own_and_too_many_are_told() -> None:
 def test_forwards_that_are_alive_with_one_of_a_larger_size_share_the_budget() -> None:
     """Once one was measured with the larger size, smaller ones run its plan."""
     _, plain_bytes, _ = _step(_model(), [(8, 64), (8, 60)])
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.7 * plain_bytes), race=False, on_infeasible="raise")
-    for shape in [(8, 64), (8, 16), (8, 32)] * 2:
-        _step(model, [shape])
+    model = _applied(int(0.7 * plain_bytes), [(8, 64), (8, 16), (8, 32)])
     peaks = []
     for length in (60, 61, 55, 50, 58):
         shapes = [(8, 64), (8, length)]
@@ -140,10 +142,7 @@ def test_steps_of_smaller_sizes_take_no_turn_in_a_race(monkeypatch: pytest.Monke
 def test_smaller_forwards_that_are_alive_together_have_plans_of_their_own(small: Any, autocast: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         _, plain_bytes, _ = _step(_model(), [(8, 64)])
-        model = _model()
-        actckpt.apply(model, blocks=Mlp, activation_budget=int(0.8 * plain_bytes), race=False, on_infeasible="raise")
-        for shape in [(8, 64), (64, 4), (4, 2)] * 2:
-            _step(model, [shape])
+        model = _applied(int(0.8 * plain_bytes), [(8, 64), (64, 4), (4, 2)])
         _step(model, [(8, 64)])
         before = _plan(model)
         expected = _step(_model(), small)[0]
@@ -174,16 +173,8 @@ def test_gradients_count_once_where_smaller_forwards_are_alive_together() -> Non
     assert weights_bytes + peaks[-1] <= plain_bytes
 
 
-class _Cut(nn.Module):
-    """Blocks that get the rows that are no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = _model()
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = self.blocks(x[mask])
-        return found
+def _of_rows_without_padding() -> nn.Module:
+    return Net(lambda net, x, mask: net.inner(x[mask]), [], inner=_model())
 
 
 def _cut(model: nn.Module, padded: int, rows: int) -> int:
@@ -196,7 +187,7 @@ def _cut(model: nn.Module, padded: int, rows: int) -> int:
 
 
 def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
-    model = _Cut()
+    model = _of_rows_without_padding()
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8)] * 2:
         _cut(model, *size)
@@ -212,7 +203,7 @@ def test_a_smaller_size_that_has_more_inside_gets_a_plan_of_its_own() -> None:
 
 
 def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
-    model = _Cut()
+    model = _of_rows_without_padding()
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     for size in [(512, 200), (16, 16), (8, 8), (9, 9), (10, 10)] * 2:
         _cut(model, *size)
@@ -230,18 +221,8 @@ def test_a_size_that_is_measured_again_has_a_plan_for_smaller_ones() -> None:
     assert _plan(model) is not None
 
 
-class _Jagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = _model()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.blocks(x.values())
-        return found
-
-
 def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() -> None:
-    model = _Jagged()
+    model = Net(lambda net, x: net.inner(x.values()), [], inner=_model())
     actckpt.apply(model, blocks=Mlp, activation_budget="100%", race=False, on_infeasible="raise")
     plans = []
     for rows in (90, 80, 70, 60, 50, 300, 300, 300, 40):
@@ -254,8 +235,7 @@ def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() ->
 
 
 def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget="1%", race=False, on_infeasible="raise")
+    model = _applied("1%")
     _step(model, [(8, 64)])
     for _ in range(5):
         with pytest.raises(actckpt.errors.PlanInfeasibleError):
@@ -264,8 +244,7 @@ def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
 
 def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> None:
     expected, plain_bytes, _ = _step(_model(), [(8, 64)])
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=int(0.45 * plain_bytes), race=False, on_infeasible="raise")
+    model = _applied(int(0.45 * plain_bytes))
     for _ in range(2):
         _step(model, [(8, 64)])
     if on_device.device_type == "cpu":  # a plan ran already: later ones exceed the budget with a warning
@@ -282,10 +261,7 @@ def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> N
 
 
 def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
-    model = _model()
-    actckpt.apply(model, blocks=Mlp, activation_budget=_step(_model(), [(8, 16)])[1], race=False, on_infeasible="raise")
-    for shape in [(8, 4), (8, 5), (8, 6)] * 2:
-        _step(model, [shape])
+    model = _applied(_step(_model(), [(8, 16)])[1], [(8, 4), (8, 5), (8, 6)])
     _step(model, [(8, 256)])
     for _ in range(3):
         gradients, peak_bytes, _ = _step(model, [(8, 8)])

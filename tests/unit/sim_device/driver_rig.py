@@ -10,7 +10,6 @@ import torch
 from sim import device
 
 _library = ctypes.CDLL(device.library_path)
-NOT_READY = 600
 WITHOUT_TIME = 2
 
 
@@ -56,7 +55,3 @@ def wait(stream: int, event: int) -> None:
 
 def copy_out(host: torch.Tensor, source: torch.Tensor, stream: int) -> None:
     assert call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), source.nbytes, stream) == 0
-
-
-def copy_in(target: torch.Tensor, host: torch.Tensor, stream: int) -> None:
-    assert call("cuMemcpyHtoDAsync_v2", target.data_ptr(), host.data_ptr(), host.nbytes, stream) == 0

@@ -6,7 +6,6 @@ values, and what is judged is what the program ordered.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ import driver_rig as driver
 import pytest
 import torch
 from sim import device
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def _current() -> torch.Stream:
@@ -26,7 +25,7 @@ def _pinned(like: Tensor) -> Tensor:
     return torch.zeros(like.shape, pin_memory=True)
 
 
-def write_out(leave_out: str = "") -> None:
+def write_out(leave_out: str) -> None:
     """A copy to the host on a side stream, and one back on another."""
     out, back = (torch.Stream(device="sim") for _ in range(2))
     source = torch.arange(1024.0, device="sim") * 2
@@ -54,6 +53,7 @@ def write_out(leave_out: str = "") -> None:
 @pytest.mark.parametrize(
     ("leave_out", "operations"),
     [
+        ("nothing", None),
         ("write-out waits for the kernel", ("a copy to pinned memory", "mul")),
         ("record_stream of the source", ("a free", "a copy to pinned memory")),
         ("reload waits for the allocation", ("a copy from pinned memory", "an allocation")),
@@ -61,19 +61,15 @@ def write_out(leave_out: str = "") -> None:
         ("consumer waits for the reload", ("mul", "a copy from pinned memory")),
     ],
 )
-def test_leaving_out_any_order_is_caught(leave_out: str, operations: tuple[str, str], eagerness: float) -> None:
+def test_leaving_out_any_order_is_caught(leave_out: str, operations: tuple[str, str] | None, eagerness: float) -> None:
     device.set_adversary(1, eagerness)
     with device.judging_frees():
         write_out(leave_out)
-    fault = device.take_faults()[0]
-    assert fault.startswith(operations[0]) and f"that {operations[1]} on" in fault and "nothing orders" in fault
-
-
-@pytest.mark.parametrize("eagerness", [0.0, 0.5, 0.99])
-def test_the_right_program_is_not(eagerness: float) -> None:
-    device.set_adversary(1, eagerness)
-    with device.judging_frees():
-        write_out()
+    faults = device.take_faults()
+    assert bool(faults) == (operations is not None)
+    if operations is not None:
+        fault = faults[0]
+        assert fault.startswith(operations[0]) and f"that {operations[1]} on" in fault and "nothing orders" in fault
 
 
 def test_a_write_that_does_not_wait_for_a_read_is_caught() -> None:
@@ -121,20 +117,6 @@ def test_memory_that_goes_to_another_tensor_too_early_is_caught(waits: bool) -> 
     assert waits or (faults[0].startswith("an allocation on sim:0") and "mul" in faults[0])
 
 
-def test_what_the_host_saw_pass_is_ordered_for_all() -> None:
-    side = torch.Stream(device="sim")
-    source = torch.ones(1024, device="sim")
-    side.wait_stream(_current())
-    host = _pinned(source)
-    with side:
-        host.copy_(source, non_blocking=True)
-    event = side.record_event()
-    while not event.query():
-        pass
-    source.add_(1)
-    assert host.sum().item() == 1024
-
-
 @pytest.mark.parametrize(
     "touch", [lambda host: host[3].item(), lambda host: host.zero_(), lambda host: host.numpy().sum()]
 )
@@ -167,15 +149,6 @@ def test_a_host_that_writes_what_is_being_read_is_caught_and_reading_is_not() ->
     del target
 
 
-def test_neighbours_in_a_page_may_be_touched() -> None:
-    host = torch.zeros(64, pin_memory=True)
-    source = torch.ones(32, device="sim")
-    host[:32].copy_(source, non_blocking=True)
-    host[32:] += 1
-    _current().synchronize()
-    assert host.tolist() == [1.0] * 64
-
-
 def test_registered_memory_is_watched_too() -> None:
     source = torch.ones(1024, device="sim")
     with mmap.mmap(-1, 4096) as slab, driver.current(0):
@@ -198,71 +171,3 @@ def test_pinned_memory_freed_under_a_copy_that_torch_does_not_know_is_caught() -
         driver.copy_out(host, source, 0)
     del host
     assert "pinned memory is freed that cuMemcpyDtoHAsync" in device.take_faults()[0]
-
-
-class _Offload:
-    """Saved tensors in pinned memory, on a side stream, with the waits that it takes."""
-
-    def __init__(self, leave_out: str = "") -> None:
-        self.side = torch.Stream(device="sim")
-        self.leave_out = leave_out
-
-    def pack(self, tensor: Tensor) -> tuple[Tensor, torch.Event]:
-        # The strides too: kernels may round differently where they differ.
-        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=True)
-        self.side.wait_stream(_current())
-        with self.side:
-            host.copy_(tensor, non_blocking=True)
-        if self.leave_out != "record_stream":
-            tensor.record_stream(self.side)
-        return host, self.side.record_event()
-
-    def unpack(self, packed: tuple[Tensor, torch.Event]) -> Tensor:
-        host, written = packed
-        target = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device="sim")
-        self.side.wait_stream(_current())
-        self.side.wait_event(written)
-        with self.side:
-            target.copy_(host, non_blocking=True)
-        if self.leave_out != "wait":
-            _current().wait_stream(self.side)
-        target.record_stream(self.side)
-        return target
-
-
-def _gradients(model: nn.Module, hooks: _Offload | None) -> list[Tensor]:
-    torch.manual_seed(1)
-    values = torch.randn(2, 8, 16, device="sim")
-    used = hooks or _Offload()
-    with torch.autograd.graph.saved_tensors_hooks(used.pack, used.unpack) if hooks else contextlib.nullcontext():
-        loss = model(values).pow(2).sum()
-    return [gradient.cpu() for gradient in torch.autograd.grad(loss, list(model.parameters()))]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_offloading_by_hand_is_right_with_all_its_waits(seed: int) -> None:
-    device.set_adversary(seed, 0.2 * seed)
-    model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True).to("sim")
-    assert all(map(torch.equal, _gradients(model, None), _gradients(model, _Offload())))
-
-
-@pytest.mark.parametrize("leave_out", ["record_stream", "wait"])
-def test_offloading_by_hand_without_one_of_them_is_caught(leave_out: str) -> None:
-    model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)).to("sim")
-    with device.judging_frees():
-        _gradients(model, _Offload(leave_out))
-    assert device.take_faults()
-
-
-def test_poison_is_seen_where_memory_is_given_away_too_early() -> None:
-    side = torch.Stream(device="sim")
-    source = torch.ones(1024, device="sim")
-    host = _pinned(source)
-    side.wait_stream(_current())
-    with side:
-        host.copy_(source, non_blocking=True)
-    del source
-    torch.empty(1024, device="sim")
-    assert device.take_faults()
-    side.synchronize()
-    assert host.isnan().all()

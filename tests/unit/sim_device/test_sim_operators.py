@@ -73,41 +73,6 @@ def test_tensors_of_two_devices_are_refused_but_for_scalars_and_indices() -> Non
     assert torch.ones(3, device="sim:1").copy_(ours * 2).tolist() == [2, 2, 2]
 
 
-def test_results_may_be_written_into_tensors_that_grow() -> None:
-    target = torch.empty(0, device="sim")
-    torch.add(torch.ones(4, 4, device="sim"), 1, out=target)
-    assert target.shape == (4, 4) and target.sum().item() == 32
-    values, places = torch.empty(0, device="sim"), torch.empty(0, device="sim", dtype=torch.long)
-    torch.max(target, 1, out=(values, places))
-    assert values.tolist() == [2, 2, 2, 2]
-
-
-def test_views_share_bytes_and_versions() -> None:
-    base = torch.zeros(4, 4, device="sim")
-    view = base[1:3].t()
-    view.add_(1)
-    assert view._base is base and base._version == 1 and base.sum().item() == 8
-    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-    base.unsqueeze_(0)
-    assert base.shape == (1, 4, 4)
-
-
-def test_storages_are_resized_and_shared() -> None:
-    tensor = torch.arange(4.0, device="sim")
-    storage = tensor.untyped_storage()
-    storage.resize_(32)
-    assert tensor.tolist() == [0, 1, 2, 3]
-    other = torch.empty(0, device="sim").set_(storage, 0, (2, 2), (2, 1))
-    assert other.data_ptr() == tensor.data_ptr() and other.tolist() == [[0, 1], [2, 3]]
-    storage.resize_(0)
-    assert storage.nbytes() == 0
-    other.set_(torch.ones(3, device="sim"))
-    assert other.tolist() == [1, 1, 1]
-    tensor = torch.ones(2, device="sim")
-    tensor.resize_(3, 3).fill_(2)
-    assert tensor.untyped_storage().nbytes() == 36 and tensor.sum().item() == 18
-
-
 def test_numpy_has_no_device_memory() -> None:
     with pytest.raises(TypeError):
         torch.ones(2, device="sim").numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,33 +18,12 @@ from actckpt._core import devices, random_state
 Method = Callable[..., Any]
 
 
-def _checkpoint(function: Method, *args: Any) -> Any:
-    return actckpt.checkpoint(function, *args)
-
-
-def _offloading_inputs(function: Method, *args: Any) -> Any:
-    return actckpt.checkpoint(function, *args, offload_inputs=True)
-
-
-def _nested(function: Method, *args: Any) -> Any:
-    return actckpt.checkpoint(lambda *inner: actckpt.checkpoint(function, *inner), *args)
-
-
-def _replayed(function: Method, *args: Any) -> Any:
-    with actckpt.region("recompute"):
-        return function(*args)
-
-
-def _call_in_region(function: Method, *args: Any) -> Any:
-    return actckpt.checkpoint(function, *args, policy="recompute")
-
-
-METHODS = {
-    "checkpoint": _checkpoint,
-    "offload_inputs": _offloading_inputs,
-    "nested": _nested,
-    "region": _replayed,
-    "policy": _call_in_region,
+METHODS: dict[str, Method] = {
+    "checkpoint": actckpt.checkpoint,
+    "offload_inputs": partial(actckpt.checkpoint, offload_inputs=True),
+    "nested": lambda function, *args: actckpt.checkpoint(lambda *own: actckpt.checkpoint(function, *own), *args),
+    "region": lambda function, *args: actckpt.region("recompute")(function)(*args),
+    "policy": partial(actckpt.checkpoint, policy="recompute"),
 }
 
 

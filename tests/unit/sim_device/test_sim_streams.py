@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 import torch
-from driver_rig import copy_out, current
 from sim import device
 from sim.device.accelerator import offloading
 
@@ -32,14 +31,6 @@ def _late(side: torch.Stream) -> tuple[torch.Tensor, torch.Tensor]:
         host.copy_(source, non_blocking=True)
     source.record_stream(side)
     return source, host
-
-
-def test_a_copy_of_a_side_stream_runs_when_the_host_synchronizes() -> None:
-    side = torch.Stream(device="sim")
-    _, host = _late(side)
-    assert device.num_pending() > 0
-    side.synchronize()
-    assert torch.equal(host, VALUES) and device.num_pending() == 0
 
 
 def test_work_of_other_streams_does_not_run_it() -> None:
@@ -198,42 +189,6 @@ def test_the_link_takes_simulated_time_and_events_tell_it() -> None:
         device.advance(1.0)
         _current().synchronize()
         assert device.clock() - before == pytest.approx(1.5)
-
-
-def test_copies_of_one_direction_share_the_link() -> None:
-    sides = [torch.Stream(device="sim") for _ in range(2)]
-    source = torch.ones(1000, device="sim")
-    hosts = [torch.zeros(1000, pin_memory=True) for _ in range(2)]
-    with device.timed(link_bytes_per_s=4000.0):
-        before = device.clock()
-        for side, host in zip(sides, hosts, strict=True):
-            side.wait_stream(_current())
-            with side:
-                host.copy_(source, non_blocking=True)
-        torch.accelerator.synchronize()
-        assert device.clock() - before == pytest.approx(2.0)
-
-
-def test_the_driver_and_torch_share_streams() -> None:
-    side = torch.Stream(device="sim")
-    source, host = VALUES.to("sim"), _pinned()
-    side.wait_stream(_current())
-    with current(0):
-        copy_out(host, source, device.handle_of(side))
-    assert device.num_pending() == 1
-    side.synchronize()
-    assert torch.equal(host, VALUES)
-
-
-def test_kernels_may_take_time_too() -> None:
-    with device.timed(kernel_bytes_per_s=8000.0):
-        values = torch.ones(1000, device="sim")
-        _current().synchronize()
-        before = device.clock()
-        values.add_(1)
-        assert device.clock() == before
-        _current().synchronize()
-        assert device.clock() - before == pytest.approx(0.5)
 
 
 def test_a_host_that_asks_runs_beside_the_kernels_that_it_gave() -> None:
