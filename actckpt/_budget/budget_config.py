@@ -12,7 +12,7 @@ from actckpt._budget.infeasible import OnInfeasible, check_on_infeasible
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._core import devices
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import gradient_of, storages_of
 from actckpt._offload import stores
 from actckpt.action import Action
 from actckpt.planner.pins import checked_pins
@@ -71,7 +71,7 @@ class BudgetConfig:
         if allocator is not None:
             inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
             return allocator.allocated_bytes(device) - inflight_bytes + more_bytes, []
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [gradient for each in model.parameters() if (gradient := gradient_of(each)) is not None]
         held = [*model.parameters(), *model.buffers(), *self.optimizer_states()]
         return _bytes_on(device, held) + more_bytes, gradients
 

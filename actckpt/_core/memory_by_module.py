@@ -23,7 +23,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core import devices, torch_private
 from actckpt._core.rescue import is_out_of_memory
-from actckpt._core.storages import storages_of, tensors_in
+from actckpt._core.storages import gradient_of, storages_of, tensors_in
 from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 
@@ -74,7 +74,7 @@ class _Table:
         for name, tensor in (*parameters.items(), *model.named_buffers()):
             self._add(_part(name), "parameters", tensor)
         for name, parameter in parameters.items():
-            self._add(_part(name), "gradients", parameter.grad)
+            self._add(_part(name), "gradients", gradient_of(parameter))
         for optimizer in optimizers:
             for trained, state in optimizer.state.items():
                 self._add(self._parts.get(id(trained), _OUTSIDE), "optimizer", list(state.values()))

@@ -9,7 +9,7 @@ import torch
 
 from actckpt._core.subclasses import parts_of
 
-__all__ = ["storages_of", "tensors_in"]
+__all__ = ["gradient_of", "storages_of", "tensors_in"]
 
 _COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -18,6 +18,11 @@ _COMPRESSED_PARTS: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_coo: ("_indices", "_values"),
 }
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter. One that is a view (FSDP1, unrolled updates) has none, and torch warns."""
+    return parameter.grad if parameter.is_leaf else None
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

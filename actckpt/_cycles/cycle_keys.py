@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from actckpt._budget.running import device_of
-from actckpt._core.storages import tensors_in
+from actckpt._core.storages import gradient_of, tensors_in
 from actckpt._cycles.known_kinds import ForwardKey
 
 __all__ = ["CycleKeys"]
@@ -24,9 +24,8 @@ class CycleKeys:
 
     def has_gradients(self) -> bool:
         """Return whether parameters have gradients."""
-        return any(
-            parameter is not None and parameter.grad is not None for ref in self._own() for parameter in (ref(),)
-        )
+        parameters = [parameter for ref in self._own() if (parameter := ref()) is not None]
+        return any(gradient_of(parameter) is not None for parameter in parameters)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardKey:
         """Return what a forward's part of a plan depends on."""

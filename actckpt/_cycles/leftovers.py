@@ -81,4 +81,6 @@ class Leftovers:
         if self._config.is_total or not (is_metered or devices.counting(device_of(self._model)) is not None):
             return [], []
         self._outputs = [item for item in self._outputs if item[0]() is not None]
-        return [item for item in self._model.parameters() if item.requires_grad], [*self._outputs]
+        # Original parameters of FSDP1 are views while its flat one is gathered.
+        leaves = [item for item in self._model.parameters() if item.requires_grad and item.is_leaf]
+        return leaves, [*self._outputs]

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._core import devices, torch_private
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import gradient_of, storages_of
 from actckpt.memory import LiveStorages
 
 __all__ = ["OutsideCycles"]
@@ -56,7 +56,7 @@ class OutsideCycles:
         """Return the bytes that count in a cycle that begins now."""
         if self._is_before_forward and self._mode is not None:
             self._is_before_forward = False
-            gradients = [parameter.grad for parameter in self._model.parameters()]
+            gradients = [gradient_of(parameter) for parameter in self._model.parameters()]
             self._made = self._mode.alive([gradients, self._config.optimizer_states()])
             self._made_bytes = sum(nbytes for _, nbytes in self._made)
             if threading.get_ident() == self._thread:  # a mode leaves only the stack of its own thread

@@ -185,6 +185,22 @@ def test_some_blocks_of_a_plan_cannot_be_removed_alone() -> None:
     assert actckpt.remove(model) == names[:-1]
 
 
+@pytest.mark.parametrize("budget", ["activation_budget", "budget"])
+def test_parameters_that_a_step_computes_have_gradients_without_warnings(budget: str) -> None:
+    """As in training through an update: during the forward, the parameters of the model are no leaves."""
+    plain, model = Model("loss"), Model("loss")
+    actckpt.apply(model, **{budget: "90%"}, race=False)
+    x = torch.ones(8, 16)
+    for number in range(4):
+        found = []
+        for trained in (plain, model):
+            torch.manual_seed(number)
+            updated = {name: parameter * 0.9 for name, parameter in trained.named_parameters()}
+            loss = torch.func.functional_call(trained, updated, (x,))
+            found.append(torch.autograd.grad(loss, list(trained.parameters())))
+        assert_equal(list(found[1]), list(found[0]))
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_forward_inside_of_a_transform_is_no_step(at: int) -> None:

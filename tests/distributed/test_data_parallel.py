@@ -104,6 +104,7 @@ KINDS: dict[str, Callable[[Method], Training]] = {
     "fsdp2, mixed precision": _fsdp2_mixed,
     "hsdp": _hsdp,
     "fsdp1": _fsdp1,
+    "fsdp1, original parameters": functools.partial(_fsdp1, use_orig_params=True),
 }
 
 

@@ -31,11 +31,13 @@ training.SAVED += [
     aten._scaled_dot_product_cudnn_attention.default,
 ]
 
-_OF_RANKS = ("ddp", "ddp, static graph", "fsdp1", "fsdp2", "fsdp2, no reshard", "fsdp2, mixed precision")
+_OF_RANKS = (
+    *("ddp", "ddp, static graph", "fsdp1", "fsdp1, original parameters"),
+    *("fsdp2", "fsdp2, no reshard", "fsdp2, mixed precision"),
+)
 KINDS: dict[str, Callable[[Method], Training]] = {
     **{kind: test_data_parallel.KINDS[kind] for kind in _OF_RANKS},
     "ddp, buckets are gradients": functools.partial(test_data_parallel.KINDS["ddp"], gradient_as_bucket_view=True),
-    "fsdp1, original parameters": functools.partial(test_data_parallel.KINDS["fsdp1"], use_orig_params=True),
 }
 
 
