@@ -19,7 +19,6 @@ _NO_LAYOUT = "the simulated device has strided tensors only"
 _SHALLOW_COPY = "torch's `.data =` takes a conjugated tensor only on devices that it names itself"
 _LATER = "a device's store gives bytes back at its next call, once copies have passed"
 _CPU_GENERATOR = "is about numbers that the CPU's generator draws"
-_DEFAULT_DEVICE = "is about the default device, which is another one here"
 _FREED = "is about memory of the CPU that is freed or enlarged while workers write it to a file, or when they have"
 _FILE = "is about a file that workers write straight from CPU tensors; device tensors get there by bounce buffers"
 _COUNTERS = "asks for what the store of CPU tensors counts"
@@ -108,8 +107,6 @@ EXEMPT: dict[str, str] = {
     f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
     "rerun/test_random_state.py::test_without_preserve_rng_state_the_rerun_draws_on": _CPU_GENERATOR,
-    "rerun/test_better_than_torch.py::test_what_torch_fails_at_is_right[default device]": _DEFAULT_DEVICE,
-    "rerun/test_better_than_torch.py::test_the_default_device_of_the_forward_holds_in_the_rerun": _DEFAULT_DEVICE,
     f"{_OFFLOAD}freed.py::test_memory_freed_while_it_is_copied_out_gives_what_was_saved": _FREED,
     f"{_OFFLOAD}freed.py::test_memory_freed_after_its_graph_is_gone_is_no_crash": _FREED,
     f"{_OFFLOAD}freed.py::test_memory_freed_that_could_not_be_moved_raises": _FREED,

@@ -17,6 +17,8 @@ import torch
 from oracle import Checkpoint, ours
 from torch import Tensor
 
+import actckpt
+
 Read = Callable[[Tensor, Any], Tensor]
 #: Runs `read(x, held)` in a region: takes checkpoint, read, x, held.
 Route = Callable[[Checkpoint, Read, Tensor, Any], Tensor]
@@ -124,6 +126,14 @@ def with_option(checkpoint: Checkpoint, **options: Any) -> dict[str, Any]:
     return options if checkpoint is ours else {}
 
 
+def _applied(ck: Checkpoint, m: torch.nn.Module, x: Tensor) -> Tensor:
+    """Run it as a block, from its first call on."""
+    if ck is ours and "forward" not in vars(m):
+        actckpt.apply(torch.nn.Sequential(m), blocks="0")
+    found: Tensor = m(x)
+    return found
+
+
 #: Runs a module in a region: takes checkpoint, module, x.
 MODULE_CALLS: dict[str, Callable[[Checkpoint, Any, Tensor], Tensor]] = {
     "module": lambda ck, m, x: ck(m, x),
@@ -141,6 +151,7 @@ MODULE_CALLS: dict[str, Callable[[Checkpoint, Any, Tensor], Tensor]] = {
     "twice": lambda ck, m, x: ck(m, ck(m, x)),
     "nested": lambda ck, m, x: ck(lambda x: ck(m, x.sin()), x),
     "debug": lambda ck, m, x: ck(m, x, **with_option(ck, debug=True)),
+    "applied": _applied,
     "to the end": lambda ck, m, x: ck(m, x, **with_option(ck, early_stop=False)),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -54,6 +55,7 @@ KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "common": (AsModule, {}),
     "keywords": (AsModule, {"k": torch.ones(2)}),
     "debug": (AsModule, {"debug": True}),
+    "contexts": (AsModule, {"context_fn": lambda: (nullcontext(), nullcontext())}),
     "function": (lambda function: function, {}),
     "nested": (lambda function: lambda x, **kwargs: ours(AsModule(function), x.sin(), **kwargs), {}),
 }
@@ -132,14 +134,14 @@ def test_a_failed_backward_frees_everything_with_its_graph(kind: str) -> None:
         runs.append(1)
         return x.sin().exp() if len(runs) == 1 else ways[kind](x)
 
-    def fail() -> weakref.ref[Any]:
-        middle = leaf(3) * 2
-        y = ours(function, middle, early_stop=False).sum()
-        with pytest.raises((actckpt.errors.RerunMismatchError, KeyError)):
-            y.backward()
-        return weakref.ref(middle.untyped_storage())
-
-    storage = fail()
+    # In one frame: until Python 3.13 reading `frame.f_locals` (messages._in_module) leaves a copy of all locals in it.
+    middle = leaf(3) * 2
+    storage = weakref.ref(middle.untyped_storage())
+    y = ours(function, middle, early_stop=False).sum()
+    del middle
+    with pytest.raises((actckpt.errors.RerunMismatchError, KeyError)):
+        y.backward()
+    del y
     gc.collect()
     assert soon(lambda: storage() is None)
 
@@ -168,23 +170,3 @@ def test_an_error_of_the_inner_region_names_the_inner_function() -> None:
     y = ours(outer, leaf(3))
     with pytest.raises(actckpt.errors.RerunMismatchError, match="inner"):
         y.sum().backward()
-
-
-def test_wording_a_mismatch_keeps_no_local_variables_of_the_callers_alive() -> None:
-    # Until Python 3.13 reading `frame.f_locals` (messages._in_module) leaves a copy of all locals in the frame: a
-    # training loop that catches the error and goes on keeps its graph and activations until it returns.
-    runs = Log()
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
-
-    middle = leaf(3) * 2
-    storage = weakref.ref(middle.untyped_storage())
-    y = ours(function, middle).sum()
-    del middle
-    with pytest.raises(actckpt.errors.RerunMismatchError):
-        y.backward()
-    del y
-    gc.collect()
-    assert soon(lambda: storage() is None)

@@ -68,19 +68,6 @@ def test_gradients_are_those_of_plain_training(name: str, is_nested: bool) -> No
     assert not expected[0].isnan().any()
 
 
-def test_blocks_of_a_model_end_in_rrelu() -> None:
-    def gradients(is_applied: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        block = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.RReLU()) for _ in range(3)]
-        model = torch.nn.Sequential(*block)
-        if is_applied:
-            actckpt.apply(model, blocks=["0", "1", "2"])
-        model(torch.randn(4, 8)).square().sum().backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-    assert_equal(gradients(True), gradients(False))
-
-
 def test_what_autograd_saved_can_be_read_outside_of_a_backward() -> None:
     torch.manual_seed(3)
     x = torch.randn(16, requires_grad=True)

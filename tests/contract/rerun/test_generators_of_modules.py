@@ -5,7 +5,6 @@ Torch's checkpoint leaves them alone, so that its gradients are others: here pla
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 import torch
 from input_routes import MODULE_CALLS
 from oracle import Checkpoint, assert_equal, gradients, leaf, ours, plain, theirs
-
-import actckpt
 
 HOLDS: dict[str, Callable[[torch.Generator], Any]] = {
     "attribute": lambda generator: generator,
@@ -82,23 +79,6 @@ def test_blocks_that_share_a_generator_draw_each_its_own() -> None:
     assert_equal(program(ours), program(plain))
 
 
-@pytest.mark.parametrize("keywords", [{}, {"policy": "recompute"}, {"policy": "matmuls"}])
-def test_apply_trains_as_plain_training_does(keywords: dict[str, Any]) -> None:
-    model = torch.nn.Sequential(*[Block(hold, seed) for seed, hold in enumerate(HOLDS)])
-    unapplied, applied = copy.deepcopy(model), copy.deepcopy(model)
-    for twin in (unapplied, applied):  # copies share generators
-        for seed, block in enumerate(twin):
-            block.noise.held = HOLDS[list(HOLDS)[seed]](torch.Generator().manual_seed(seed))
-    assert actckpt.apply(applied, **keywords)
-    for step in range(3):
-        x = torch.full((3, 4), 0.1 * step)
-        losses = [twin(x).sum() for twin in (unapplied, applied)]
-        for loss in losses:
-            loss.backward()
-        assert_equal(losses[0], losses[1])
-        assert_equal(gradients(unapplied), gradients(applied))
-
-
 def test_a_generator_is_as_it_was_after_a_rerun_that_raises() -> None:
     class Fails(torch.nn.Module):
         def __init__(self) -> None:
@@ -163,23 +143,16 @@ class Lazy(torch.nn.Module):
 
 
 @pytest.mark.parametrize("how", ["none", "absent", "each"])
-@pytest.mark.parametrize("call", [*MODULE_CALLS, "applied"])
+@pytest.mark.parametrize("call", MODULE_CALLS)
 def test_a_generator_that_the_forward_makes_draws_the_same_in_the_rerun(how: str, call: str) -> None:
     """As it is left by the first forward it would draw other numbers, as with torch's checkpoint."""
 
     def train(checkpoint: Checkpoint) -> tuple[list[torch.Tensor], torch.Generator]:
         torch.manual_seed(0)
-        module, x = Lazy(how), leaf(3)
-        model = torch.nn.Sequential(module)
-        if call == "applied" and checkpoint is ours:
-            actckpt.apply(model, blocks="0")
-        found = []
+        module, x, found = Lazy(how), leaf(3), []
         for _ in range(3):
             x.grad = None
-            losses = [
-                model(x).sum() if call == "applied" else MODULE_CALLS[call](checkpoint, module, x).sum()
-                for _ in range(2)  # micro-batches
-            ]
+            losses = [MODULE_CALLS[call](checkpoint, module, x).sum() for _ in range(2)]  # micro-batches
             made = module.generator
             for loss in losses:
                 loss.backward()
@@ -231,14 +204,6 @@ def test_generators_that_are_equal_are_not_the_same() -> None:
 
 
 def test_a_module_that_the_forward_makes_keeps_its_generator() -> None:
-    class Scaled(torch.nn.Module):
-        def __init__(self, generator: torch.Generator) -> None:
-            super().__init__()
-            self.generator = generator
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x * torch.rand(x.shape, generator=self.generator)).exp()
-
     class Makes(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -246,8 +211,9 @@ def test_a_module_that_the_forward_makes_keeps_its_generator() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.inner is None:
-                self.inner = Scaled(self.generator)
-            return self.inner(x)
+                self.inner = Noise("attribute")
+                self.inner.held = self.generator
+            return self.inner(x).exp()
 
     results = []
     for method in (plain, ours):

@@ -1,20 +1,18 @@
 """Models that are switched between training and evaluation before backward: reruns compute what the forward did.
 
-Torch's checkpoint reruns in the mode that it finds, so that its gradients are others: here plain training alone is the
-oracle.
+Torch's checkpoint reruns in the mode that it finds, so plain training alone is the oracle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from input_routes import MODULE_CALLS
-from oracle import Checkpoint, assert_equal, ours, plain
+from oracle import Checkpoint, Programs, assert_as_plain, gradients, leaf
 
-import actckpt
+programs = Programs()
 
 
 class Scaled(torch.nn.Module):
@@ -33,95 +31,37 @@ class Block(torch.nn.Module):
         return self.linear(self.dropout(self.scaled(x))).tanh()
 
 
-Call = Callable[[Checkpoint, Block, torch.Tensor], torch.Tensor]
+@pytest.mark.parametrize("name", programs)
+def test_gradients_and_modes_are_those_of_plain_training(name: str) -> None:
+    assert_as_plain(programs[name], with_torch=False)
 
 
-def _applied(checkpoint: Checkpoint, block: Block, x: torch.Tensor) -> torch.Tensor:
-    if checkpoint is not ours:
-        return block(x)
-    model = torch.nn.Sequential(block)
-    actckpt.apply(model, blocks=["0"])
-    try:
-        found: torch.Tensor = model(x)
-    finally:
-        actckpt.remove(model)
-    return found
-
-
-CALLS: dict[str, Call] = MODULE_CALLS | {"applied": _applied}
-
-
-def _modes(block: Block) -> list[bool]:
-    return [module.training for module in block.modules()]
-
-
-def _gradients(checkpoint: Checkpoint, call: Call, *, trains: bool, part: bool) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    block = Block().train(trains)
-    x = torch.randn(4, 8, requires_grad=True)
+@programs.each(call=MODULE_CALLS, trains=[True, False], part=[False, True])
+def a_mode_that_is_switched_before_backward(checkpoint: Checkpoint, call: Any, trains: bool, part: bool) -> Any:
+    block, x = Block().train(trains), leaf(4, 8)
     y = call(checkpoint, block, x)
     (block.scaled if part else block).train(not trains)
-    modes = _modes(block)
     y.sum().backward()
-    assert _modes(block) == modes
-    found = [x.grad, *(parameter.grad for parameter in block.parameters())]
-    return [gradient for gradient in found if gradient is not None]
+    return x.grad, gradients(block), [module.training for module in block.modules()]
 
 
-@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-@pytest.mark.parametrize("trains", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_a_mode_that_is_switched_before_backward(call: Call, trains: bool, part: bool) -> None:
-    expected = _gradients(plain, call, trains=trains, part=part)
-    found = _gradients(ours, call, trains=trains, part=part)
-    assert len(found) == len(expected) == 3
-    for ours_, plain_ in zip(found, expected, strict=True):
-        assert_equal(ours_, plain_)
+@programs
+def forwards_of_both_modes_that_are_alive_at_once(checkpoint: Checkpoint) -> Any:
+    block, x = Block(), leaf(4, 8)
+    trained = checkpoint(block.train(), x)
+    evaluated = checkpoint(block.eval(), x)
+    (trained + 2 * evaluated).sum().backward()
+    return x.grad
 
 
-def test_forwards_of_both_modes_that_are_alive_at_once() -> None:
-    def gradient(checkpoint: Checkpoint) -> torch.Tensor:
-        torch.manual_seed(0)
-        block = Block()
-        x = torch.randn(4, 8, requires_grad=True)
-        trained = checkpoint(block.train(), x)
-        evaluated = checkpoint(block.eval(), x)
-        (trained + 2 * evaluated).sum().backward()
-        assert x.grad is not None
-        return x.grad
+@programs
+def a_function_that_switches_the_mode(checkpoint: Checkpoint) -> Any:
+    block, x = Block(), leaf(4, 8)
 
-    assert_equal(gradient(ours), gradient(plain))
-
-
-def test_a_function_that_switches_the_mode() -> None:
-    def gradient(checkpoint: Checkpoint) -> tuple[torch.Tensor, bool]:
-        torch.manual_seed(0)
-        block = Block()
-        x = torch.randn(4, 8, requires_grad=True)
-
-        def function(h: torch.Tensor) -> torch.Tensor:
-            h = block.scaled(h)
-            block.eval()
-            return block(h)
-
-        checkpoint(function, x).sum().backward()
-        assert x.grad is not None
-        return x.grad, block.training
-
-    (ours_, ours_mode), (plain_, plain_mode) = gradient(ours), gradient(plain)
-    assert_equal(ours_, plain_)
-    assert ours_mode is plain_mode
-
-
-def test_replay_runs_no_module_again() -> None:
-    def gradient(checkpoint: Checkpoint) -> torch.Tensor:
-        torch.manual_seed(0)
-        block = Block()
-        x = torch.randn(4, 8, requires_grad=True)
-        y = checkpoint(block, x)
+    def function(h: torch.Tensor) -> torch.Tensor:
+        h = block.scaled(h)
         block.eval()
-        y.sum().backward()
-        assert x.grad is not None
-        return x.grad
+        return block(h)
 
-    assert_equal(gradient(partial(actckpt.checkpoint, policy=[])), gradient(plain))
+    checkpoint(function, x).sum().backward()
+    return x.grad, block.training

@@ -313,14 +313,6 @@ def test_nested_checkpoints_and_repeated_backwards_are_audited(retain: bool) -> 
         y.sum().backward()
 
 
-def test_a_rerun_runs_under_no_mode_of_an_audit() -> None:
-    def function(x: Tensor) -> Tensor:
-        assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-        return x.exp().sin()
-
-    ours(function, leaf(3)).sum().backward()
-
-
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_hooks_that_give_other_bytes_back_are_not_blamed(depth: int) -> None:
     def nested(x: Tensor, depth: int) -> Tensor:
