@@ -21,10 +21,8 @@ def _outside_of_any_region() -> None:
     _normed(), _buffer(), _weight()
 
 
-def _replayed(x: torch.Tensor, policy: Any) -> None:
-    with actckpt.region(policy):
-        y = chain(x)
-    y.sum().backward()
+def _once(y: torch.Tensor, x: torch.Tensor) -> None:
+    y.backward()
 
 
 def _by_value(info: Any) -> actckpt.Action:
@@ -40,12 +38,6 @@ POLICIES: dict[str, Any] = {
     "per op": actckpt.policies.PerOp({"aten.sin": "keep", "aten.exp": "offload"}, default="recompute"),
     "by value": _by_value,
 }
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_each_policy_gives_every_reference_back(policy: str) -> None:
-    x = leaf(2, 4)
-    assert_references_flat(lambda: _replayed(x, POLICIES[policy]))
 
 
 def _in_place(x: torch.Tensor) -> torch.Tensor:
@@ -122,36 +114,6 @@ PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_each_recorded_program_gives_every_reference_back(program: str) -> None:
-    x = leaf(2, 4)
-
-    def step() -> None:
-        with suppress(KeyError):
-            with actckpt.region():
-                y = PROGRAMS[program](x)
-            y.float().sum().backward()
-
-    assert_references_flat(step)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"audit": "always"}, {"audit": "off"}, {"opaque": ["aten.exp", "aten.mul"]}],
-    ids=str,
-)
-def test_replays_under_each_setting_give_every_reference_back(changes: dict[str, Any]) -> None:
-    actckpt.configure(**changes)
-    x = leaf(2, 4)
-
-    def step() -> None:
-        with actckpt.region():
-            y = _many(x)
-        y.backward()
-
-    assert_references_flat(step)
-
-
 def _by_retained(y: torch.Tensor, x: torch.Tensor) -> None:
     torch.autograd.grad(y, x, retain_graph=True)
     y.backward()
@@ -167,18 +129,36 @@ def _by_failing(y: torch.Tensor, x: torch.Tensor) -> None:
         raise KeyError(grad)
 
     handle = x.register_hook(fail)
-    with suppress(KeyError):
+    try:
         y.backward()
-    handle.remove()
+    finally:
+        handle.remove()
 
 
-@pytest.mark.parametrize("backward", [_by_retained, _by_double, _by_failing, lambda y, x: None])
-def test_replays_give_every_reference_back_however_backward_goes(backward: Callable[..., None]) -> None:
+#: A program, the policy of its region, settings, and how its backward runs.
+STEPS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Any, dict[str, Any], Callable[..., Any]]] = {
+    **{f"policy {name}": (chain, policy, {}, _once) for name, policy in POLICIES.items()},
+    **{name: (program, "recompute", {}, _once) for name, program in PROGRAMS.items()},
+    "audit always": (_many, "recompute", {"audit": "always"}, _once),
+    "audit off": (_many, "recompute", {"audit": "off"}, _once),
+    "opaque": (_many, "recompute", {"opaque": ["aten.exp", "aten.mul"]}, _once),
+    "retained": (_many, "recompute", {}, _by_retained),
+    "double": (_many, "recompute", {}, _by_double),
+    "failing backward": (_many, "recompute", {}, _by_failing),
+    "no backward": (_many, "recompute", {}, lambda y, x: None),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_replays_give_every_reference_back(name: str) -> None:
+    program, policy, changes, backward = STEPS[name]
+    actckpt.configure(**changes)
     x = leaf(2, 4)
 
     def step() -> None:
-        with actckpt.region():
-            y = _many(x)
-        backward(y, x)
+        with suppress(KeyError):
+            with actckpt.region(policy):
+                y = program(x)
+            backward(y.float().sum(), x)
 
     assert_references_flat(step)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from internals.references import SavesBoth, assert_references_flat, sines
+from internals.references import SavesBoth, assert_references_flat, fails, sines
 from offload_oracle import TwoTensor
-from oracle import Log, leaf, ours
+from oracle import leaf, ours
 
 import actckpt
 
@@ -43,36 +43,19 @@ def _settings_of_torch(x: torch.Tensor) -> None:
 
 
 def _failing_forward(x: torch.Tensor) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        raise KeyError(x.sin().exp())
-
     with suppress(KeyError):
-        ours(function, x)
+        ours(fails, x)
 
 
-def _failing_rerun(x: torch.Tensor) -> None:
-    runs = Log()
+def _differs(second: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    """Return a step whose rerun runs something else than its forward."""
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        y = x.sin().exp()
-        if len(runs) > 1:
-            raise KeyError(y)
-        return y
+    def step(x: torch.Tensor) -> None:
+        ways = iter((sines, second))
+        with suppress(KeyError, actckpt.CheckpointError):
+            ours(lambda x: next(ways)(x), x).sum().backward()
 
-    with suppress(KeyError):
-        ours(function, x).sum().backward()
-
-
-def _other_rerun(x: torch.Tensor) -> None:
-    runs = Log()
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
-
-    with suppress(actckpt.CheckpointError):
-        ours(function, x).sum().backward()
+    return step
 
 
 def _changed_input(x: torch.Tensor) -> None:
@@ -129,8 +112,8 @@ RERUNS: dict[str, Callable[[torch.Tensor], object]] = {
     "contexts": lambda x: ours(sines, x, context_fn=_contexts).sum().backward(),
     "settings of torch": _settings_of_torch,
     "failing forward": _failing_forward,
-    "failing rerun": _failing_rerun,
-    "another rerun": _other_rerun,
+    "failing rerun": _differs(fails),
+    "another rerun": _differs(lambda x: x[1:].sin().exp()),
     "changed input": _changed_input,
     "failing backward": _failing_backward,
     "retain_graph": _retained,
