@@ -9,6 +9,7 @@ import pickle
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import on_device
@@ -67,13 +68,8 @@ def _gradients(model: nn.Module, run: Any) -> list[Tensor]:
     return [x.grad, *(parameter.grad for parameter in model.parameters())]
 
 
-_LAYER = [
-    "norm::aten.native_layer_norm.default#0.1",
-    "norm::aten.native_layer_norm.default#0.2",
-    "norm::aten.native_layer_norm.default#0.0",
-    "mlp.0::aten.addmm.default#0.0",
-    "mlp.1::aten.gelu.default#0.0",
-]
+_LAYER = [*(f"norm::aten.native_layer_norm.default#0.{result}" for result in range(3))]
+_LAYER += ["mlp.0::aten.addmm.default#0.0", "mlp.1::aten.gelu.default#0.0"]
 
 
 def test_a_report_has_the_place_of_each_value_and_places_do_not_change_from_step_to_step() -> None:
@@ -113,20 +109,16 @@ def test_modules_that_are_added_elsewhere_change_no_places() -> None:
     assert before < set(_in_one_region(model, _input()))
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.one, self.other = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.odd = False
+class Branching(nn.Sequential):
+    odd = False
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        x = self.one(x).exp() if self.odd else self.other(x.sin()).exp()
-        return x.exp()
+        x = self[0](x)
+        return (self[1](x) if self.odd else self[2](x.sin())).exp().exp()
 
 
 def test_a_region_that_goes_other_ways_has_the_names_of_the_way_that_it_went() -> None:
-    model = Branching()
+    model = Branching(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
     found: dict[bool, list[list[str]]] = {True: [], False: []}
     for step in range(8):
         model.odd = step % 3 == 0
@@ -141,13 +133,9 @@ def test_a_region_that_goes_other_ways_has_the_names_of_the_way_that_it_went() -
 
 
 def test_models_of_one_structure_do_not_take_each_others_names() -> None:
-    one, other = (nn.Sequential(), nn.Sequential())
-    for model, name in ((one, "one"), (other, "other")):
-        model.add_module("norm", nn.LayerNorm(8))
-        model.add_module(name, nn.Sigmoid())
-    for _ in range(3):
-        assert _in_one_region(one, _input())[-1] == "one::aten.sigmoid.default#0.0"
-        assert _in_one_region(other, _input())[-1] == "other::aten.sigmoid.default#0.0"
+    models = {name: nn.Sequential(OrderedDict({"norm": nn.LayerNorm(8), name: nn.Sigmoid()})) for name in ("a", "b")}
+    for name in [*models] * 3:
+        assert _in_one_region(models[name], _input())[-1] == f"{name}::aten.sigmoid.default#0.0"
 
 
 class Shared(nn.Module):
@@ -161,17 +149,13 @@ class Shared(nn.Module):
 
 def test_calls_of_a_shared_module_count_per_step_and_occurrences_per_call() -> None:
     model = Shared()
-    expected = {
-        "inner.1::aten.sigmoid.default#0.0",
-        "inner.1@1::aten.sigmoid.default#0.0",
-        "Shared::aten.exp.default#0.0",
-        "Shared::aten.exp.default#1.0",
-    }
+    of_module = {f"inner.1{call}::aten.sigmoid.default#0.0" for call in ("", "@1")}
     for _ in range(3):
-        assert expected <= set(_in_one_region(model, _input()))
+        assert of_module | {f"Shared::aten.exp.default#{n}.0" for n in (0, 1)} <= set(_in_one_region(model, _input()))
 
 
-def test_calls_count_over_the_regions_of_a_step() -> None:
+@pytest.mark.parametrize("has_backward", [True, False])
+def test_calls_count_over_the_regions_of_a_step_which_ends_with_what_it_saved(has_backward: bool) -> None:
     layer = nn.Sigmoid()
     for _ in range(3):
         x, found = _input(), []
@@ -179,20 +163,9 @@ def test_calls_count_over_the_regions_of_a_step() -> None:
             with actckpt.region() as region:
                 x = layer(x).exp()
             found.append(region)
-        x.sum().backward()
-        assert [_places(region.report())[0] for region in found] == [
-            "Sigmoid::aten.sigmoid.default#0.0",
-            "Sigmoid@1::aten.sigmoid.default#0.0",
-            "Sigmoid@2::aten.sigmoid.default#0.0",
-        ]
-
-
-def test_a_step_without_a_backward_ends_with_what_it_saved() -> None:
-    layer = nn.Sigmoid()
-    for _ in range(3):
-        with actckpt.region() as region:
-            layer(_input())
-        assert _places(region.report()) == ["Sigmoid::aten.sigmoid.default#0.0"]
+        x.sum().backward() if has_backward else None
+        names = [_places(region.report())[0].partition("::")[0] for region in found]
+        assert names == ["Sigmoid", "Sigmoid@1", "Sigmoid@2"]
 
 
 class Failing(nn.Module):
@@ -303,16 +276,18 @@ def test_selectors_name_sets_of_places_a_place_wins_and_then_the_last_entry() ->
     assert found["layers.0.mlp.0::aten.addmm.default#0.0"] == "recompute"
 
 
-def test_results_of_one_operator_may_have_actions_of_their_own() -> None:
-    found = _becomes({"layers.0.norm::aten.native_layer_norm.default#0.1": "keep"})
-    of = {i: found[f"layers.0.norm::aten.native_layer_norm.default#0.{i}"] for i in (0, 1, 2)}
-    assert of == {0: "recompute", 1: "keep", 2: "recompute"}
-
-
-def test_a_table_goes_by_the_call_of_a_shared_module() -> None:
-    found = _becomes({"inner.1@1::aten.sigmoid.default#0.0": "keep"}, Shared())
-    assert found["inner.1@1::aten.sigmoid.default#0.0"] == "keep"
-    assert found["inner.1::aten.sigmoid.default#0.0"] == "recompute"
+@pytest.mark.parametrize(
+    ("model", "place", "others"),
+    [
+        (Model, "layers.0.norm::aten.native_layer_norm.default#0.1", ["#0.0", "#0.2"]),
+        (Shared, "inner.1@1::aten.sigmoid.default#0.0", ["inner.1::aten.sigmoid.default#0.0"]),
+    ],
+)
+def test_a_table_goes_by_result_and_by_call_of_a_shared_module(model: Any, place: str, others: list[str]) -> None:
+    found = _becomes({place: "keep"}, model())
+    assert found[place] == "keep"
+    names = [other if "::" in other else place.partition("#")[0] + other for other in others]
+    assert [found[name] for name in names] == ["recompute"] * len(names)
 
 
 _TABLES: dict[str, Any] = {
@@ -376,26 +351,12 @@ def test_a_table_decides_in_a_rerun_of_a_part_of_the_model_as_in_its_forward(nam
             model.layers[0](_input())  # alone it has other names, until the next forward
 
 
-class Dropping(nn.Module):
-    """Saves two tensors of one shape in the rerun of a layer: what stays of them goes by names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()) for _ in range(2)
-        )
-        self.checkpoint: Any = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x) if self.checkpoint is None else self.checkpoint(layer, x)
-        return x
-
-
-@pytest.mark.parametrize("way", ["torch", "torch, a function", "actckpt"])
+@pytest.mark.parametrize("way", _RERUNNING)
 def test_a_rerun_that_is_named_otherwise_than_its_forward_raises(way: str) -> None:
     """A part of the model was called alone in between: values of the same shapes would take each other's places."""
-    model = Dropping()
+    model = Rerunning()
+    # Two tensors of one shape are saved in the rerun of a layer: what stays of them goes by names.
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid()) for _ in "ab")
     model.checkpoint = _RERUNNING[way]
     first, second = "layers.0.1::aten.tanh.default", "3::aten.sigmoid.default"
     actckpt.apply(model, policy={first: "keep", second: "keep"}, blocks="layers.*")

@@ -72,22 +72,9 @@ class Scan(nn.Module):
         return x + self.out(h.to(gate.dtype) * decay.to(gate.dtype) * F.silu(gate))
 
 
-class Gates(nn.Module):
-    """A projection cut in three, each part squared in float32: smaller than the projection, and together larger."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.into = nn.Linear(dim, 3 * dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c = (part.float() for part in self.into(x).chunk(3, -1))
-        return a.square() + b.square() + c.square()
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: nn.Sequential(*(Attention(128, 64) for _ in range(4))), (6, 64, 128)),
     "convolutions": (lambda: nn.Sequential(*(Residual(16) for _ in range(5))), (6, 16, 32, 32)),
-    "gates": (lambda: nn.Sequential(*(Gates(128) for _ in range(6))), (1024, 128)),
     "scan": (lambda: nn.Sequential(*(Scan(128) for _ in range(5))), (6, 96, 128)),
 }
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
 import actckpt
-from actckpt.memory import LiveStorages
 
 #: Checksums are operators too, and some of these tests count operators.
 pytestmark = pytest.mark.usefixtures("no_audit")
@@ -40,18 +39,6 @@ def test_rule_12_a_second_backward_runs_no_more_operators_than_the_first() -> No
     assert counts[2] == counts[1]
 
 
-def test_rule_12_nothing_replayed_stays_after_a_backward_that_retains_its_graph() -> None:
-    x = leaf(64, 64)
-    with LiveStorages() as live:
-        with actckpt.region():
-            loss = _chain(x).sum()
-        before = live.live_bytes
-        torch.autograd.grad(loss, x, retain_graph=True)
-        gc.collect()
-        assert live.live_bytes == before
-        assert live.peak_bytes > before
-
-
 @pytest.mark.parametrize("policy", ["recompute", ["aten.mm"], "offload"])
 def test_double_and_triple_backward(policy: Any) -> None:
     found = []
@@ -65,20 +52,6 @@ def test_double_and_triple_backward(policy: Any) -> None:
             (y,) = torch.autograd.grad(y.sum(), x, create_graph=True)
             results.append(y.detach())
         found.append(results)
-    assert_equal(found[1], found[0])
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_rule_9_a_gradient_taken_inside_an_open_region(create_graph: bool) -> None:
-    found = []
-    for region in (nullcontext, actckpt.region):
-        torch.manual_seed(3)
-        x = leaf(3, 3)
-        with region():
-            y = _chain(x)
-            (penalty,) = torch.autograd.grad(y.sum(), x, create_graph=create_graph, retain_graph=True)
-            z = (penalty.sin() * y * penalty).exp()
-        found.append((z.detach(), torch.autograd.grad(z.sum(), x)))
     assert_equal(found[1], found[0])
 
 
@@ -122,9 +95,10 @@ def test_rule_7_an_input_changed_after_the_region_raises_and_values_without_it_w
         a.sum().backward()
 
 
-def test_rule_8_a_storage_from_outside_that_was_freed_raises_a_clear_error() -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 4))
-    x = leaf(4, 4)
+@pytest.mark.parametrize("is_parameter", [True, False])
+def test_rule_8_a_storage_from_outside_that_was_freed_raises_a_clear_error(is_parameter: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 4)) if is_parameter else torch.randn(4, 4)
+    x, kind = leaf(4, 4), "a parameter" if is_parameter else "an input"
     with actckpt.region():
         y = (weight.sin() @ x).sin()
     storage = weight.untyped_storage()
@@ -132,36 +106,13 @@ def test_rule_8_a_storage_from_outside_that_was_freed_raises_a_clear_error() -> 
     storage.resize_(0)
     with pytest.raises(
         actckpt.errors.SavedTensorChangedError,
-        match=r"(?s)parameter .*shape \(4, 4\).*0 bytes now; 64.*inside each unit",
+        match=rf"(?s){kind} .*shape \(4, 4\).*0 bytes now; 64.*inside each unit",
     ):
         torch.autograd.grad(y.sum(), x, retain_graph=True)
     storage.resize_(64)
     with torch.no_grad():
         weight.data.copy_(bytes_before)
     assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad((weight.sin() @ x).sin().sum(), x))
-
-
-def test_rule_8_the_error_tells_an_input_from_a_parameter() -> None:
-    x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
-    with actckpt.region():
-        loss = ((x * 2) * y).sum()
-    x.untyped_storage().resize_(0)
-    with pytest.raises(actckpt.errors.SavedTensorChangedError, match="Backward needs an input of shape"):
-        loss.backward()
-
-
-def test_two_graphs_alive_and_backward_in_any_order() -> None:
-    x = leaf(4, 4)
-    expected = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        expected.append(torch.autograd.grad(_chain(x).sum(), x))
-    losses = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        with actckpt.region():
-            losses.append(_chain(x).sum())
-    assert_equal([torch.autograd.grad(loss, x) for loss in losses[::-1]], expected[::-1])
 
 
 def test_eight_threads_with_regions_of_their_own_and_one_in_common() -> None:
@@ -219,27 +170,6 @@ def test_nothing_is_referenced_after_the_graph_is_gone(policy: Any, ends: str) -
         assert ends == "failed" or soon(lambda: all(reference() is None for reference in references))
     gc.collect()
     assert [reference() for reference in references] == [None] * 4
-
-
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_number_of_objects_stays_the_same_over_steps(dropout: float) -> None:
-    model = mlp(8, depth=2, dropout=dropout)
-
-    def step() -> None:
-        for policy in (["aten.addmm"], "recompute"):
-            with actckpt.region(policy):
-                loss = model(torch.randn(2, 8)).sum()
-            loss.backward()
-
-    for _ in range(5):
-        step()
-    with no_collector():
-        before = len(gc.get_objects())
-        for _ in range(50):
-            step()
-        if dropout:  # what draws leaves cycles to the collector
-            gc.collect()
-        assert soon(lambda: len(gc.get_objects()) - before < 60)
 
 
 def test_a_region_left_open_over_training_steps_warns_once_and_is_right() -> None:

@@ -61,41 +61,12 @@ def _assert_as_plain(program: Callable[[Tensor, Any], Tensor], policy: Any, **op
     assert_equal(found[1], found[0])
 
 
-@programs.each(dropout=[0.0, 0.3], backend=[SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def attention_with_dropout(x: Tensor, region: Any, dropout: float, backend: SDPBackend) -> Tensor:
-    if backend is SDPBackend.FLASH_ATTENTION and dropout:
-        backend = SDPBackend.MATH  # the flash kernel of CPUs has no dropout
-    with region():
-        q, k, v = (x.view(1, 2, 4, 4) * scale for scale in (1, 2, 3))
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).sin()
-
-
 @programs
 def the_sdpa_backend_of_the_forward(x: Tensor, region: Any) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH), region():
         q = x.view(1, 2, 4, 4)
         y = F.scaled_dot_product_attention(q * 2, q * 3, q, dropout_p=0.5)
         return y.sin() * y
-
-
-@programs
-def autocast_to_bfloat16(x: Tensor, region: Any) -> Tensor:
-    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4), torch.nn.Linear(4, 4))
-    with torch.autocast("cpu", torch.bfloat16), region():
-        return layers(layers(x)).float()
-
-
-@programs
-def foreach_operators_in_and_out_of_place(x: Tensor, region: Any) -> Tensor:
-    with region():
-        a, b = x.sin(), x.cos()
-        c, d = torch._foreach_mul([a, b], [b, a])
-        torch._foreach_add_([c, d], [a, b])
-        e, f = torch._foreach_exp([c, d])
-        g, h = e.clone(), f * 2
-        torch._foreach_mul_([g, h], 0.5)
-        return (g * h * e).tanh() + torch._foreach_tanh([e])[0]
 
 
 @torch.library.custom_op("actckpt_test::noisy", mutates_args=())
@@ -129,15 +100,6 @@ def a_custom_operator_that_changes_its_argument(x: Tensor, region: Any) -> Tenso
         y = x * mask.sin()
         shift(mask)
         return y.sin() * mask.cos() * x
-
-
-@programs.each(transform=["vmap", "jvp"])
-def torch_func(x: Tensor, region: Any, transform: str) -> Tensor:
-    weight = x.sum(0)
-    with region():
-        if transform == "vmap":
-            return torch.vmap(lambda row: (row * weight).sin().exp())(x) * x.tanh()
-        return torch.func.jvp(lambda t: t.sin() * weight, (x,), (x.cos(),))[1].exp()
 
 
 @programs.each(in_place=[False, True])
@@ -183,16 +145,6 @@ def jagged_tensors(x: Tensor, region: Any) -> Tensor:
         nested = torch.nested.as_nested_tensor([x[:3], x[3:]], layout=torch.jagged)
         product = (nested * 2).sin() * nested
         return product.values().sin()
-
-
-@programs
-def generators_among_the_arguments(x: Tensor, region: Any) -> Tensor:
-    generator = torch.Generator(x.device).manual_seed(4)
-    with region():
-        rates = x.detach().abs() * 9
-        y = torch.poisson(rates, generator=generator) * x.sin()
-        y = y * torch.bernoulli(rates / rates.max(), generator=generator)
-        return y * torch.poisson(rates)
 
 
 @programs.each(case=["smaller", "empty"])
@@ -252,14 +204,6 @@ def a_parameter_that_was_last_read_through_its_data(x: Tensor, region: Any) -> T
 
 
 @programs
-def numbers_of_64_bits(x: Tensor, region: Any) -> Tensor:
-    with region():
-        y = x.double().sin()
-        values, _ = (y * y).sort(dim=0)
-        return values.exp()
-
-
-@programs
 def what_ctc_loss_leaves_unwritten(x: Tensor, region: Any) -> Tensor:
     targets = torch.randint(1, 8, (3, 5))
     soil = [torch.full((3, 12, 11), 1.0) for _ in range(8)]
@@ -299,18 +243,6 @@ def test_rule_9_backward_under_another_autocast_state(policy: str, inside: torch
     assert_equal(found[1], found[0])
 
 
-@with_policies
-def test_complex_numbers_with_conjugate_and_negative_views(policy: str) -> None:
-    def program(x: Tensor, region: Any) -> Tensor:
-        with region():
-            y = (x * x).conj()
-            z = y.imag * x.real + y.conj().imag.sin()
-            w = (y.mH @ x.sin()).tanh()
-            return torch.fft.fft(w).abs().sum() + (z.exp() * x.angle()).sum() + y.real.cos().sum()
-
-    _assert_as_plain(program, POLICIES[policy], dtype=torch.complex64)
-
-
 def test_rule_3_dropout_is_replayed_while_another_thread_draws() -> None:
     stop = threading.Event()
     own = torch.Generator().manual_seed(11)
@@ -335,15 +267,6 @@ def test_rule_3_dropout_is_replayed_while_another_thread_draws() -> None:
         thread.join()
     again = torch.Generator().manual_seed(11)
     assert_equal(drawn[:100], [torch.rand(3, generator=again) for _ in drawn[:100]])
-
-
-def test_torch_func_grad_inside_a_region_raises_the_error_of_torch() -> None:
-    with actckpt.region(), pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-        torch.func.grad(lambda t: (t * t.sin()).sum())(torch.randn(3))
-    x = torch.randn(3, requires_grad=True)
-    with actckpt.region():  # the thread is as it was
-        y = x.sin().exp()
-    assert_equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad(x.sin().exp().sum(), x))
 
 
 @pytest.mark.parametrize("was_read", [False, True])
@@ -375,24 +298,6 @@ def test_the_bytes_behind_the_last_whole_element_are_offloaded_too() -> None:
             return words + (halves[-1:] * x[1, :1].half()).float()
 
     _assert_as_plain(program, actckpt.policies.PerOp({"aten.clone": "offload"}, default="offload"))
-
-
-def test_a_value_asks_the_policy_of_the_region_where_it_was_born() -> None:
-    asked = []
-
-    def policy(info: Any) -> Any:
-        asked.append(info.op)
-        return actckpt.Action.KEEP
-
-    def program(x: Tensor, region: Any) -> Tensor:
-        with region():
-            y = x.exp()
-            with actckpt.region("recompute") if region is not nullcontext else nullcontext():
-                return y.sin().tanh()
-
-    _assert_as_plain(program, policy)
-    # The parameter was born nowhere. Its operator's result was born outside, and saved inside too.
-    assert asked == [torch.ops.aten.exp.default]
 
 
 def test_statistics_that_synchronised_batch_norm_writes_unseen_are_written_once() -> None:

@@ -71,23 +71,6 @@ class UNet(nn.Module):
         return self.last(torch.cat([skip, self.up(low)], 1))
 
 
-class Experts(nn.Module):
-    """Each row goes to the expert that its numbers choose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(4, 3)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
-        out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows, place = torch.where(chosen == number)
-            out.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
-        return out
-
-
 def _through_fresh_modules(model: nn.Module) -> Tensor:
     x = torch.randn(3, 4)
     for _ in range(3):
@@ -119,7 +102,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
     ),
     "lstm": (lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.3), _through_lstm, 2),
     "unet with skips": (UNet, lambda model: model(torch.randn(2, 1, 8, 8)).abs().mean(), 2),
-    "mixture of experts": (Experts, lambda model: model(torch.randn(9, 4)).square().sum(), 4),
     "demo": (
         lambda: LanguageModel(layers=2, dim=16, heads=4, kv_heads=2, seq=8, dropout=0.1),
         lambda model: model(torch.randint(256, (2, 8))).square().mean(),

@@ -148,13 +148,6 @@ def test_anomaly_mode_names_the_forward_of_a_failing_operator() -> None:
             y.sum().backward()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_forward_mode_passes_through() -> None:
-    x, tangent = torch.randn(3), torch.randn(3)
-    actual = torch.func.jvp(lambda x: ours(lambda x: x.sin().exp(), x), (x,), (tangent,))
-    assert_equal(actual, torch.func.jvp(lambda x: x.sin().exp(), (x,), (tangent,)))
-
-
 def test_backward_in_a_mode_without_grad_still_reruns_with_grad() -> None:
     x = leaf(3)
     y = ours(lambda x: x.sin().exp(), x)

@@ -118,17 +118,6 @@ def test_settings_say_which_calls_are_audited(audit: Any, audited: list[int], ki
     assert _audited_calls(function, 10) == audited
 
 
-def test_functions_of_one_line_are_audited_by_their_modules() -> None:
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return IMPURE["a counter"](x)
-
-    modules = [Counts() for _ in range(3)]
-    actckpt.configure(audit="first")
-    calls = [_audited_calls(lambda x, module=module: module(x), 3) for module in modules]
-    assert calls == [[1, 2]] * 3
-
-
 @pytest.mark.parametrize("audit", ["off", "first", "always"])
 def test_modes_of_the_program_see_no_audit(audit: Any) -> None:
     actckpt.configure(audit=audit)
@@ -176,50 +165,47 @@ def test_runs_that_save_the_input_in_other_ways_raise(other: Callable[[Tensor], 
         ours(lambda x: ((other(x) if (next(runs) == 0) is is_first else x).sin() * weight).sin(), x).sum().backward()
 
 
-def test_each_function_behind_one_decorator_is_audited() -> None:
-    def decorated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        @functools.wraps(function)
-        def call(x: Tensor) -> Tensor:
-            return function(x)
+class Counts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return IMPURE["a counter"](x)
 
-        return call
 
+class Equal(Counts):
+    """Cannot be hashed."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+def _decorated(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    @functools.wraps(function)
+    def call(x: Tensor) -> Tensor:
+        return function(x)
+
+    return call
+
+
+def _one(number: int, x: Tensor) -> Tensor:
+    return IMPURE["a counter"](x) if number == 2 else x.exp()
+
+
+#: Functions of one line of the program each, of which the last one is impure.
+OF_ONE_LINE: dict[str, Callable[[], list[Callable[[Tensor], Tensor]]]] = {
+    "modules": lambda: [lambda x, m=m: m(x) for m in (nn.Tanh(), nn.Sigmoid(), Counts())],
+    "modules that cannot be hashed": lambda: [lambda x, m=m: m(x) for m in (nn.Tanh(), nn.Sigmoid(), Equal())],
+    "decorated functions": lambda: [_decorated(f) for f in (torch.exp, torch.sin, IMPURE["a counter"])],
+    "steps of a loop": lambda: [lambda x, number=number: _one(number, x) for number in range(3)],
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_LINE)
+def test_each_function_of_one_line_is_audited(name: str) -> None:
     actckpt.configure(audit="first")
-    functions = [decorated(lambda x: x.exp()), decorated(lambda x: x.sin()), decorated(IMPURE["a counter"])]
+    *pure, impure = OF_ONE_LINE[name]()
+    for function in pure * 3:
+        ours(function, leaf(3)).sum().backward()
     with pytest.raises(RerunMismatchError):
-        for _ in range(3):
-            for function in functions:
-                ours(function, leaf(3)).sum().backward()
-
-
-def test_each_step_of_a_loop_is_audited() -> None:
-    class Layers(nn.Module):
-        def one(self, x: Tensor, number: int) -> Tensor:
-            return (x * (next(_NUMBERS) if number == 2 else 1)).exp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for number in range(3):
-                x = ours(lambda x, number=number: self.one(x, number), x).sin()
-            return x
-
-    actckpt.configure(audit="first")
-    with pytest.raises(RerunMismatchError):
-        Layers()(leaf(3)).sum().backward()
-
-
-def test_modules_that_cannot_be_hashed_are_audited() -> None:
-    class Equal(nn.Module):
-        def __eq__(self, other: object) -> bool:
-            return True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return IMPURE["a counter"](x)
-
-    actckpt.configure(audit="first")
-    for _ in range(4):
-        with pytest.raises(RerunMismatchError):
-            module = Equal()
-            ours(lambda x, module=module: module(x), leaf(3)).sum().backward()
+        ours(impure, leaf(3)).sum().backward()
 
 
 def test_a_function_that_fails_when_it_runs_again_raises_the_same_error() -> None:
