@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,9 +50,8 @@ def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
     generators.default.set_state(state)
 
 
-def manual_seed(seed: int) -> None:
-    """Seed the device's default generator."""
-    generators.default.manual_seed(seed)
+def _returns(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
 
 
 class Event:
@@ -61,13 +60,8 @@ class Event:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record(self, *args: Any) -> None:
-        """Do nothing."""
-
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
+    record = wait = synchronize = _returns(None)
+    query = _returns(True)
 
 
 class Stream(Event):
@@ -75,11 +69,7 @@ class Stream(Event):
 
     cuda_stream = 0
     device = torch.device("cpu")
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing."""
-
-    wait_event = wait_stream
+    wait_stream = wait_event = _returns(None)
 
     def record_event(self, event: Event | None = None) -> Event:
         return event or Event()
@@ -92,70 +82,23 @@ class CUDAGraph:
         raise NotImplementedError("graph capture is not emulated")
 
 
-def current_stream(device: Any = None) -> Stream:
-    """Return the one stream."""
-    return _stream
-
-
-_stream = Stream()
-default_stream = current_stream
-
-
-def stream(*args: Any) -> AbstractContextManager[None]:
-    """Do nothing: `with stream(s)` and `with device(d)`."""
-    return nullcontext()
-
-
-device = stream
-
-
-def current_device() -> torch.device:
-    """Return the CPU; whoever asks uses it as a device, or as a key."""
-    return torch.device("cpu")
-
-
-def device_count() -> int:
-    """One."""
-    return 1
-
-
-def is_available() -> bool:
-    """Yes."""
-    return True
-
-
-is_initialized = is_bf16_supported = is_available
-
-
-def is_current_stream_capturing() -> bool:
-    """No."""
-    return False
-
-
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Return that of Hopper: FP8 products need transposed copies there, which modules keep and hand on."""
-    return 9, 0
-
-
-def get_device_properties(device: Any = None) -> SimpleNamespace:
-    """Return what is asked for."""
-    return SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="emulated", total_memory=1 << 34)
-
-
-def synchronize(device: Any = None) -> None:
-    """Do nothing."""
-
-
-def empty_cache() -> None:
-    """Do nothing."""
-
-
-def _lazy_init() -> None:
-    """Do nothing."""
+manual_seed = generators.default.manual_seed
+current_stream = default_stream = _returns(Stream())
+stream = device = _returns(nullcontext())  # with stream(s), with device(d)
+current_device = _returns(torch.device("cpu"))
+device_count = _returns(1)
+is_available = is_initialized = is_bf16_supported = _returns(True)
+is_current_stream_capturing = _returns(False)
+#: That of Hopper: FP8 products need transposed copies there, which modules keep and hand on.
+get_device_capability = _returns((9, 0))
+get_device_properties = _returns(
+    SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="emulated", total_memory=1 << 34)
+)
+synchronize = empty_cache = _lazy_init = _returns(None)
 
 
 def _lazy_call(function: Callable[[], Any], **kwargs: Any) -> None:
     function()
 
 
-nvtx = SimpleNamespace(range_push=lambda text: None, range_pop=lambda: None, range=lambda text: nullcontext())
+nvtx = SimpleNamespace(range_push=_returns(None), range_pop=_returns(None), range=_returns(nullcontext()))

@@ -6,6 +6,7 @@ Each takes a function that runs a region, `call(function, *args, **kwargs)`, and
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,14 @@ class _Session:
 
     def autocast(self, enabled: bool = True, recipe: Any = None) -> Any:
         return self.te.autocast(enabled and self.recipe is not None, recipe=recipe or self.recipe)
+
+    def forwards(self, call: Call, count: int, *args: Any, **options: Any) -> list[Tensor]:
+        """Run the module in so many regions."""
+        outputs = []
+        for number in range(count):
+            with self.autocast():
+                outputs.append(call(self.module, _x(number), *args, **options))
+        return outputs
 
     def ended(self, *outputs: Tensor) -> tuple[torch.nn.Module, list[Tensor | None]]:
         """Run the backwards, the last output's first; return the modules and all results."""
@@ -73,40 +82,30 @@ def _partly_quantized(recipe: str, kind: str, te: Any, call: Call) -> Any:
         with run.autocast(False):
             return run.module(h)  # type: ignore[no-any-return]
 
-    outputs = []
-    for number in range(2):
-        with run.autocast():
-            outputs.append(call(function, _x(number)))
-    return run.ended(*outputs)
+    return run.ended(*run.forwards(lambda _, x: call(function, x), 2))
 
 
-def _plain_since(recipe: str, kind: str, te: Any, call: Call) -> Any:
+def _quantized(run: _Session) -> Any:
+    return run.autocast()
+
+
+def _plainly(run: _Session) -> Any:
+    return nullcontext()
+
+
+def _lower_precision(run: _Session) -> Any:
+    stack = ExitStack()
+    stack.enter_context(run.autocast())
+    stack.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+    return stack
+
+
+def _otherwise_since(inside: Any, since: Any, recipe: str, kind: str, te: Any, call: Call) -> Any:
+    """A module runs in a region, then outside of it in another context."""
     run = _Session(te, recipe, kind)
-    with run.autocast():
+    with inside(run):
         output = call(run.module, _x(1))
-    return run.ended(output, run.module(_x(2)))
-
-
-def _quantized_since(recipe: str, kind: str, te: Any, call: Call) -> Any:
-    run = _Session(te, recipe, kind)
-    output = call(run.module, _x(1))
-    with run.autocast():
-        return run.ended(output, run.module(_x(2)))
-
-
-def _lower_precision_before(recipe: str, kind: str, te: Any, call: Call) -> Any:
-    run = _Session(te, recipe, kind)
-    with run.autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
-        output = call(run.module, _x(1))
-    with run.autocast():
-        return run.ended(output, run.module(_x(2)))
-
-
-def _lower_precision_since(recipe: str, kind: str, te: Any, call: Call) -> Any:
-    run = _Session(te, recipe, kind)
-    with run.autocast():
-        output = call(run.module, _x(1))
-    with run.autocast(), torch.autocast("cpu", dtype=torch.bfloat16):
+    with since(run):
         return run.ended(output, run.module(_x(2)))
 
 
@@ -124,11 +123,7 @@ def _without_grad_between(recipe: str, kind: str, te: Any, call: Call) -> Any:
 def _frozen(recipe: str, kind: str, te: Any, call: Call) -> Any:
     run = _Session(te, recipe, kind)
     run.module.requires_grad_(False)
-    outputs = []
-    for number in range(2):
-        with run.autocast():
-            outputs.append(call(run.module, _x(number)))
-    return run.ended(*outputs)
+    return run.ended(*run.forwards(call, 2))
 
 
 def _calibrating(place: str, kind: str, te: Any, call: Call) -> Any:
@@ -157,11 +152,7 @@ def _each_step(options: dict[str, Any], recipe: str, kind: str, te: Any, call: C
     if options.get("fuse_wgrad_accumulation"):
         for parameter in run.module.parameters():
             parameter.main_grad = torch.zeros_like(parameter)
-    outputs = []
-    for number in range(3):
-        with run.autocast():
-            outputs.append(call(run.module, _x(number), **keywords))
-    module, results = run.ended(*outputs)
+    module, results = run.ended(*run.forwards(call, 3, **keywords))
     return module, [*results, *(getattr(p, "main_grad", None) for p in module.parameters())]
 
 
@@ -169,11 +160,7 @@ def _grouped(recipe: str, te: Any, call: Call) -> Any:
     torch.manual_seed(1)
     run = _Session(te, recipe)
     run.module = te.GroupedLinear(2, HIDDEN, HIDDEN)
-    outputs = []
-    for number in range(3):
-        with run.autocast():
-            outputs.append(call(run.module, _x(number).reshape(16, HIDDEN), [8, 8]))
-    return run.ended(*outputs)
+    return run.ended(*run.forwards(lambda module, x, *args: call(module, x.reshape(16, HIDDEN), *args), 3, [8, 8]))
 
 
 def _ops(te: Any) -> torch.nn.Module:
@@ -186,11 +173,7 @@ def _ops(te: Any) -> torch.nn.Module:
 def fused_ops(recipe: str, te: Any, call: Call) -> Any:
     run = _Session(te, recipe)
     run.module = _ops(te)
-    outputs = []
-    for number in range(3):
-        with run.autocast():
-            outputs.append(call(run.module, _x(number)))
-    return run.ended(*outputs)
+    return run.ended(*run.forwards(call, 3))
 
 
 def _fused_ops_since(recipe: str, other: str, te: Any, call: Call) -> Any:
@@ -210,10 +193,10 @@ _BY_MODULE = {
     "weights cast anew since": _cast_anew,
     "autocast inside": _autocast_inside,
     "partly quantized": _partly_quantized,
-    "run plainly since": _plain_since,
-    "run quantized since": _quantized_since,
-    "run in bfloat16 before": _lower_precision_before,
-    "run in bfloat16 since": _lower_precision_since,
+    "run plainly since": partial(_otherwise_since, _quantized, _plainly),
+    "run quantized since": partial(_otherwise_since, _plainly, _quantized),
+    "run in bfloat16 before": partial(_otherwise_since, _lower_precision, _quantized),
+    "run in bfloat16 since": partial(_otherwise_since, _quantized, _lower_precision),
     "without grad between": _without_grad_between,
     "frozen": _frozen,
 }

@@ -13,21 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "bgrad_quantize",
-    "create_empty_quantized_tensor",
-    "dequantize",
-    "finished",
-    "fp8_transpose",
-    "fused_amax_and_scale_update_after_reduction",
-    "is_quantized",
-    "plain",
-    "quantize",
-    "split_quantize",
-    "to_torch",
-    "written",
-]
-
 _E4M3, _E5M2 = 7, 8
 _TORCH = {
     0: torch.uint8,

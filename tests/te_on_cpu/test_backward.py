@@ -61,21 +61,6 @@ def test_every_backward_of_a_wrapped_model_gives_the_same_gradients(te: Any, pol
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_scales_of_a_wrapped_model_move_with_each_backward_as_in_plain_training(te: Any, recipe: str) -> None:
-    """Two backwards of one graph are, for the scales, two steps whose forwards saw the same."""
-
-    def run(is_wrapped: bool) -> dict[str, Any]:
-        model = _model(te)
-        if is_wrapped:
-            actckpt.te.wrap(model, retain_graph=True)
-        _, loss = _forward(te, model, recipe)
-        loss.backward(retain_graph=is_wrapped)
-        return {**training.scales(model), **training.process_state()}
-
-    assert training.differing(run(True), run(False)) == []
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("theirs", [False, True])
 def test_without_wrap_transformer_engines_nodes_run_once(te: Any, recipe: str, theirs: bool) -> None:
     _, loss = _forward(te, _model(te), recipe, te.checkpoint if theirs else actckpt.checkpoint)

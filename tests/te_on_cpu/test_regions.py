@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import actckpt
+from actckpt.errors import CheckpointError
+from te_on_cpu import training
 from te_on_cpu.methods import METHODS, How
 from te_on_cpu.training import DTYPES, RECIPES, SCHEDULES, TRACKERS, Setting, differing, train
 
@@ -33,23 +36,6 @@ def test_training_is_bit_equal_to_plain_training(te: Any, expected: Expected, se
     assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention"])
-@pytest.mark.parametrize("name", ["checkpoint", "wrap, retain_graph"])
-def test_each_module_alone(te: Any, expected: Expected, name: str, kind: str, recipe: str) -> None:
-    setting, how = Setting(recipe, schedule="reverse", kind=kind), METHODS[name]
-    assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("name", ["checkpoint", "nested", "offload", "wrap, retain_graph"])
-def test_casts_of_weights_that_are_kept_between_microbatches(
-    te: Any, expected: Expected, name: str, recipe: str
-) -> None:
-    setting, how = Setting(recipe, schedule="reverse", caches_weights=True), METHODS[name]
-    assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
-
-
 @pytest.mark.parametrize("kind", ["generators", "unknown bytes"])
 def test_a_tracker_that_is_given_is_restored(te: Any, expected: Expected, kind: str) -> None:
     def method_of(get_tracker: Any) -> Any:
@@ -57,3 +43,25 @@ def test_a_tracker_that_is_given_is_restored(te: Any, expected: Expected, kind: 
 
     setting = Setting("delayed", tracker=kind)
     assert differing(train(te, setting, method_of=method_of), expected(setting)) == []
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("kind", ["Linear", "TransformerLayer"])
+@pytest.mark.parametrize("name", METHODS)
+def test_training_of_quantized_parameters(te: Any, expected: Expected, name: str, kind: str, recipe: str) -> None:
+    """An optimizer changes them in place."""
+    setting = Setting(recipe, kinds=(kind,), schedules=((1, -1),) * 4, is_quantized=True)
+    how = METHODS[name]
+    assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
+
+
+def test_a_step_between_forward_and_backward_raises(te: Any) -> None:
+    recipe_ = training.make_recipe("current")
+    with training.quantized_parameters(te, recipe_):
+        layer = training.make_layer(te, "Linear")
+    with te.autocast(True, recipe=recipe_):
+        y = actckpt.checkpoint(layer, training.make_input(torch.float32, 1))
+    with torch.no_grad():
+        layer.weight.mul_(0.5)
+    with pytest.raises(CheckpointError):
+        y.sum().backward()

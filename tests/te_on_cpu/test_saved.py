@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from internals.stores import flush
-from oracle import Saves, assert_equal, leaf
+from internals.references import assert_references_flat
+from oracle import Saves, leaf
 from torch import Tensor
 
 import actckpt
 from te_on_cpu import training
+from te_on_cpu.methods import METHODS
 from te_on_cpu.training import HIDDEN
 
 
@@ -49,7 +48,7 @@ def test_parameters_marked_tensors_and_casts_of_weights_stay(te: Any) -> None:
         cast._rowwise_scale_inv[:5],
     ):
         assert _moved(lambda stays=stays: layer(x, stays)) == 0
-    with getattr(te, "quantized_model_init", te.fp8_model_init)(enabled=True, recipe=recipe):
+    with training.quantized_parameters(te, recipe):
         layer = Saving(HIDDEN, HIDDEN)
     assert _moved(lambda: layer(x, layer.weight._data[:3, :5])) == 0
 
@@ -115,16 +114,14 @@ def test_interleaved_views_of_one_base_are_moved_once(te: Any) -> None:
     assert _moved(program) == 16 * 3 * 8 * 4
 
 
-def test_a_regions_own_inputs_are_offloaded_on_request(te: Any) -> None:
-    layer, x = training.make_layer(te, "LayerNormMLP"), leaf(8192, HIDDEN)  # 1 MiB
-    expected = torch.autograd.grad(layer(x * 1.0).sum(), x)
-    h = x * 1.0
-    actckpt.reset_stats()
-    y = actckpt.checkpoint(layer, h, offload_inputs=True)
-    assert actckpt.stats().offloaded_bytes == 8192 * HIDDEN * 4
-    held = weakref.ref(h)
-    del h
-    flush()
-    gc.collect()
-    assert held() is None, "the region keeps the input on the device"
-    assert_equal(torch.autograd.grad(y.sum(), x), expected)
+@pytest.mark.parametrize("name", ["checkpoint", "offload", "region"])
+def test_quantized_modules_give_every_reference_back(te: Any, name: str) -> None:
+    layer, recipe = training.make_layer(te, "Linear"), training.make_recipe("delayed")
+    x = training.make_input(torch.float32, 1)
+
+    def step() -> None:
+        with te.autocast(True, recipe=recipe):
+            y = METHODS[name].method(layer, x)
+        y.sum().backward()
+
+    assert_references_flat(step)

@@ -7,8 +7,8 @@ modules), "process" (what TransformerEngine holds for the process) or "random".
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,26 +16,6 @@ from torch import Tensor
 
 import actckpt
 from te_on_cpu import device
-
-__all__ = [
-    "DTYPES",
-    "HIDDEN",
-    "RECIPES",
-    "SCHEDULES",
-    "TRACKERS",
-    "Method",
-    "Setting",
-    "differing",
-    "make_input",
-    "make_layer",
-    "make_recipe",
-    "plain",
-    "process_state",
-    "reset",
-    "scales",
-    "tracker_of",
-    "train",
-]
 
 HIDDEN, _FFN, _HEADS, _TOKENS, _BATCH = 32, 64, 2, 8, 2
 _STEPS = 4
@@ -47,6 +27,8 @@ Results = dict[str, Any]
 RECIPES = ("none", "delayed", "current")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TRACKERS = ("none", "generators", "bytes")
+#: Around the whole forward, also or only in the layer's region, or off in there.
+PLACES = ("around", "around and inside", "off inside")
 #: In which order the micro-batches of a step run: a forward's number is positive, its backward's negative.
 SCHEDULES = {
     "in turn": (1, -1, 2, -2),
@@ -68,6 +50,14 @@ class Setting:
     dropout: float = 0.1
     #: Whether weights are cast in the first micro-batch of a step only.
     caches_weights: bool = False
+    #: Whether parameters are quantized themselves (`quantized_model_init`).
+    is_quantized: bool = False
+    #: Of each layer, instead of two of one kind; and of each step, instead of four of one schedule.
+    kinds: tuple[str, ...] = ()
+    schedules: tuple[tuple[int, ...], ...] = ()
+    #: Where the autocast of each layer stands, one of `PLACES`; whether none is around the whole forward.
+    places: tuple[str, ...] = ()
+    only_inside: bool = False
 
 
 def make_recipe(kind: str) -> Any:
@@ -79,6 +69,11 @@ def make_recipe(kind: str) -> Any:
     if kind == "current":
         return recipe.Float8CurrentScaling()
     return recipe.DelayedScaling(amax_history_len=3, amax_compute_algo="max")
+
+
+def quantized_parameters(te: Any, recipe: Any) -> Any:
+    """Return a context for making modules whose parameters are quantized."""
+    return getattr(te, "quantized_model_init", te.fp8_model_init)(enabled=True, recipe=recipe)
 
 
 def plain(layer: Any, x: Tensor, **options: Any) -> Tensor:
@@ -192,20 +187,23 @@ def reset() -> None:
 class _Run:
     """One training run."""
 
-    def __init__(self, te: Any, setting: Setting, get_tracker: Any, method: Method) -> None:
-        self._te, self._setting, self._get_tracker, self._method = te, setting, get_tracker, method
+    def __init__(self, te: Any, setting: Setting, get_tracker: Any, methods: Sequence[Method]) -> None:
+        self._te, self._setting, self._get_tracker, self._methods = te, setting, get_tracker, methods
         self._dtype = DTYPES[setting.dtype]
         torch.manual_seed(3)
         options = {"dtype": self._dtype, "dropout": setting.dropout, "get_rng_state_tracker": get_tracker}
-        self.model = torch.nn.ModuleList(make_layer(te, setting.kind, **options) for _ in range(2))
-        self._recipe = make_recipe(setting.recipe)
+        self._recipe, kinds = make_recipe(setting.recipe), setting.kinds or [setting.kind] * 2
+        if setting.is_quantized and "TransformerLayer" in kinds:
+            options["fuse_qkv_params"] = True
+        with quantized_parameters(te, self._recipe) if setting.is_quantized else nullcontext():
+            self.model = torch.nn.ModuleList(make_layer(te, kind, **options) for kind in kinds)
         self._open: dict[int, tuple[Tensor, Tensor]] = {}
         self.results: Results = {}
 
     def train(self) -> Results:
         torch.manual_seed(5)
-        for step in range(_STEPS):
-            for place, move in enumerate(SCHEDULES[self._setting.schedule]):
+        for step, schedule in enumerate(self._setting.schedules or [SCHEDULES[self._setting.schedule]] * _STEPS):
+            for place, move in enumerate(schedule):
                 after = f", step {step}, move {place}"
                 if move > 0:
                     self.results[f"output{after}"] = self._forward(step, move)
@@ -217,15 +215,29 @@ class _Run:
             self._update(f", step {step}")
         return self.results
 
+    def _autocast(self, enabled: bool = True) -> Any:
+        return self._te.autocast(enabled and self._recipe is not None, recipe=self._recipe)
+
     def _forward(self, step: int, number: int) -> Tensor:
         x = make_input(self._dtype, 10 * step + number)
         options = {"is_first_microbatch": number == 1} if self._setting.caches_weights else {}
-        with self._te.autocast(self._recipe is not None, recipe=self._recipe):
+        with nullcontext() if self._setting.only_inside else self._autocast():
             h = x * 1.0
-            for layer in self.model:
-                h = self._method(layer, h, **options)
+            places = self._setting.places or ["around"] * len(self.model)
+            for layer, method, place in zip(self.model, self._methods, places, strict=True):
+                h = method(self._placed(layer, place), h, **options)
         self._open[number] = (x, h)
         return h.detach().clone()
+
+    def _placed(self, layer: Any, place: str) -> Any:
+        if place == "around" and not self._setting.only_inside:
+            return layer
+
+        def function(x: Tensor, **options: Any) -> Any:
+            with self._autocast(place != "off inside"):
+                return layer(x, **options)
+
+        return function
 
     def _backward(self, number: int) -> Tensor | None:
         x, h = self._open.pop(number)
@@ -238,7 +250,7 @@ class _Run:
                 grad = parameter.grad
                 assert grad is not None
                 self.results[f"gradient of {name}{after}"] = grad.clone()
-                parameter -= 0.05 * grad
+                parameter.add_(grad, alpha=-0.05)
                 parameter.grad = None
 
     def _tracked(self) -> Results:
@@ -252,7 +264,7 @@ class _Run:
 def train(
     te: Any,
     setting: Setting,
-    method: Method | None = None,
+    method: Method | Sequence[Method] | None = None,
     *,
     prepare: Callable[[Any], Any] | None = None,
     method_of: Callable[[Any], Method] | None = None,
@@ -260,14 +272,15 @@ def train(
     """Train a new model for 4 steps of 2 micro-batches; return all results.
 
     Args:
-        method: how each layer is called; None: plainly.
+        method: how each layer is called, or one for each; None: plainly.
         prepare: called with the model first.
         method_of: returns the method, given what returns the tracker.
     """
     reset()
     with tracker_of(setting.tracker) as get_tracker:
         chosen = method_of(get_tracker) if method_of is not None else method or plain
-        run = _Run(te, setting, get_tracker, chosen)
+        methods = chosen if isinstance(chosen, Sequence) else [chosen] * len(setting.kinds or (1, 2))
+        run = _Run(te, setting, get_tracker, methods)
         if prepare is not None:
             prepare(run.model)
         return run.train()
