@@ -155,3 +155,24 @@ def test_each_type_is_seen_by_the_collector_or_says_why_not() -> None:
     seen = {name for name, found in types.items() if found.__flags__ & HAVE_GC}
     assert seen == types.keys() - UNSEEN.keys()
     assert seen == {name.split()[0] for name in MADE} | {"TapeCore"}
+
+
+def test_a_storage_whose_size_cannot_be_read_is_counted_once_it_can() -> None:
+    class Storage:
+        """Of which the size cannot be read at first."""
+
+        size: int | None = None
+
+        def nbytes(self) -> int:
+            if self.size is None:
+                raise RuntimeError("no size")
+            return self.size
+
+    meter, storage = _C.Meter(), Storage()
+    with pytest.raises(RuntimeError, match="no size"):
+        meter.note(storage)
+    storage.size = 8
+    meter.note(storage)
+    assert meter.live_bytes == 8
+    del storage
+    assert meter.live_bytes == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -61,70 +61,6 @@ def test_an_extension_is_asked_only_what_it_overrides(register: Register) -> Non
 def test_unregistering_what_is_not_registered_raises() -> None:
     with pytest.raises(ValueError, match="not in list"):
         extensions.unregister(Extension())
-
-
-def test_contexts_of_extensions_end_in_the_reverse_order(register: Register) -> None:
-    log: list[str] = []
-
-    class Carrying(Extension):
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def capture(self) -> Any:
-            return self.name
-
-        @contextmanager
-        def rerun(self, state: Any, /) -> Iterator[None]:
-            log.append(f"{state} begins")
-            yield
-            log.append(f"{state} ends")
-
-    register(Carrying("first"))
-    register(Carrying("second"))
-    x = torch.randn(3, requires_grad=True)
-    actckpt.checkpoint(torch.sin, x).sum().backward()
-    assert log == ["first begins", "second begins", "second ends", "first ends"]
-    assert torch.equal(x.grad, x.detach().cos())
-
-
-def test_the_tracker_of_an_extension_is_restored(register: Register) -> None:
-    generator = torch.Generator()
-
-    class Tracking(Extension):
-        def tracker(self) -> Any:
-            return SimpleNamespace(get_states=lambda: {"model": generator}, set_states=lambda states: None)
-
-    register(Tracking())
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return (x * torch.rand(3, generator=generator)).exp()
-
-    x = torch.randn(3, requires_grad=True)
-    before = generator.get_state()
-    expected = torch.autograd.grad(function(x).sum(), x)[0]
-    generator.set_state(before)
-    y = actckpt.checkpoint(function, x)
-    outside = generator.get_state()
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
-    assert torch.equal(generator.get_state(), outside)
-
-
-def test_what_an_extension_wants_to_stay_is_not_moved(register: Register) -> None:
-    asked: list[torch.Size] = []
-
-    class Staying(Extension):
-        def must_stay(self, tensor: torch.Tensor, /) -> bool:
-            asked.append(tensor.shape)
-            return tensor.shape[0] == 64
-
-    register(Staying())
-    x = torch.randn(64, requires_grad=True)
-    with actckpt.offload(min_bytes=0) as block:
-        y = x.exp().reshape(8, 8).contiguous().sin().sum() + torch.cat([x, x]).exp().sum()
-    assert block.report().offloaded_bytes == 64 * 4 + 128 * 4
-    assert torch.Size([64]) in asked and torch.Size([128]) in asked
-    y.backward()
-    assert torch.isfinite(x.grad).all()
 
 
 def test_what_backward_may_clear_comes_back_as_an_alias(register: Register) -> None:
@@ -208,71 +144,47 @@ class Provider(extensions.Extension):
         return self.allows
 
 
-@pytest.fixture
-def provided() -> Iterator[Callable[[Provider], AbstractContextManager[None]]]:
-    @contextmanager
-    def registered(provider: Provider) -> Iterator[None]:
-        extensions.register(provider)
-        try:
-            yield
-        finally:
-            extensions.unregister(provider)
+def test_extensions_carry_state_into_the_rerun_and_end_in_the_reverse_order(register: Register) -> None:
+    providers, seen, log = [Provider(), Provider()], Log(), []
+    for number, provider in enumerate(providers, 3):
+        provider.number, provider.log = number, log
+        register(provider)
 
-    yield registered
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append([provider.number for provider in providers])
+        return x.sin().exp()
 
-
-@pytest.mark.parametrize("method_of_module", [True, False])
-def test_extensions_carry_state_into_the_rerun(provided: Any, method_of_module: bool) -> None:
-    provider, seen = Provider(), []
-
-    class Layer(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(provider.number)
-            return x.sin().exp()
-
-    layer = Layer()
-    provider.number = 3
-    with provided(provider):
-        y = ours(layer if method_of_module else (lambda x: layer(x)), leaf(3))
-    provider.number = 5
+    y = ours(function, leaf(3))
+    providers[0].number = 5
     y.sum().backward()
-    assert seen == [3, 3]
-    assert provider.number == 5
-    assert provider.log == ["capture", "forward 3", "forward ends", "rerun 3 ends"]
+    assert seen == [[3, 4], [3, 4]]
+    assert providers[0].number == 5
+    begun = ["capture", "capture", "forward 3", "forward 4", "forward ends", "forward ends"]
+    assert log == [*begun, "rerun 4 ends", "rerun 3 ends"]
 
 
-def test_an_extension_with_nothing_to_carry_is_not_entered(provided: Any) -> None:
+def test_an_extension_with_nothing_to_carry_is_not_entered(register: Register) -> None:
     provider = Provider()
-    with provided(provider):
-        ours(torch.sin, leaf(3)).sum().backward()
+    register(provider)
+    ours(torch.sin, leaf(3)).sum().backward()
     assert provider.log == ["capture"]
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_an_extension_may_forbid_the_early_stop(provided: Any, allowed: bool) -> None:
+def test_an_extension_may_forbid_the_early_stop_and_sees_a_failed_rerun_end(register: Register, allowed: bool) -> None:
     provider, ends = Provider(allows_early_stop=allowed), Log()
     provider.number = 1
+    register(provider)
 
-    def function(x: torch.Tensor) -> torch.Tensor:
-        x = x.sin().exp()
+    def function(x: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        x = x[rows.pop() :].sin().exp()
         ends.append(1)
         return x
 
-    with provided(provider):
-        ours(function, leaf(3)).sum().backward()
+    ours(lambda x: function(x, [0]), leaf(3)).sum().backward()
     assert len(ends) == (1 if allowed else 2)
-
-
-def test_an_extension_sees_a_failed_rerun_end(provided: Any) -> None:
-    provider, runs = Provider(), Log()
-    provider.number = 1
-
-    def function(x: torch.Tensor) -> torch.Tensor:
-        runs.append(1)
-        return x.sin().exp() if len(runs) == 1 else x[1:].sin().exp()
-
-    with provided(provider):
-        y = ours(function, leaf(3))
+    rows = iter((0, 1))
+    y = ours(lambda x: function(x, [next(rows)]), leaf(3))
     provider.number = 2
     with pytest.raises(actckpt.errors.RerunMismatchError):
         y.sum().backward()

@@ -92,15 +92,6 @@ def test_pressing_in_the_middle_of_a_backward_gives_equal_gradients(method: str,
         assert given[0][_HOLDERS[method]] > 0, given
 
 
-@_METHODS
-@_PROGRAMS
-@_RETAINS
-def test_pressing_before_every_unpack_gives_equal_gradients(method: str, program: Any, retain: bool) -> None:
-    with pressed_inside(lambda: pressure.release(_ALL)):
-        found = _gradients(method, program, lambda: None, retain)
-    assert all(map(torch.equal, found, _expected(program)))
-
-
 def test_pressing_while_a_replayed_value_dies_does_not_free_it_twice() -> None:
     given: list[int] = []
     x = torch.randn(4, requires_grad=True)

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from actckpt._core.reachable import Contents, Reached, reachable
-
-
-def test_of_a_long_chain_of_objects_a_bounded_part_is_looked_at() -> None:
-    chain = SimpleNamespace(value=torch.zeros(()))
-    for _ in range(20_000):
-        chain = SimpleNamespace(value=[chain, torch.zeros(())])
-    tensors = [each for each in reachable([Reached("", chain)]) if isinstance(each.value, torch.Tensor)]
-    assert 0 < len(tensors) < 10_000
 
 
 def test_classes_are_not_asked_for_attributes() -> None:
@@ -29,39 +18,6 @@ def test_classes_are_not_asked_for_attributes() -> None:
             raise AssertionError(name)
 
     assert len([*reachable([Reached("", Asked())])]) == 2
-
-
-class Shouting(dict[str, int]):
-    """A dict whose methods do something else."""
-
-    def update(self, *_: Any, **__: Any) -> None:
-        raise AssertionError
-
-    clear = copy = values = items = __iter__ = update  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    "container",
-    [
-        [1, 2],
-        {"a": 1, "b": 2},
-        OrderedDict(a=1, b=2),
-        defaultdict(int, a=1),
-        Counter(a=2),
-        {1, 2},
-        deque([1, 2], maxlen=2),
-        Shouting(a=1),
-    ],
-    ids=lambda container: type(container).__name__,
-)
-def test_containers_get_back_what_they_held(container: Any) -> None:
-    base = next(kind for kind in (OrderedDict, dict, list, set, deque) if isinstance(container, kind))
-    held = list(base.items(container)) if issubclass(base, dict) else list(container)
-    contents = Contents([container])
-    base.clear(container)
-    with contents.restored():
-        assert (list(base.items(container)) if issubclass(base, dict) else list(container)) == held
-    assert base.__len__(container) == 0
 
 
 class Slotted:

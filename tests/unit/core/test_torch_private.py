@@ -9,18 +9,14 @@ from __future__ import annotations
 import ast
 import importlib
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils._python_dispatch
 import torch.utils.checkpoint
 
-import actckpt
-from actckpt import _C, _bind
 from actckpt._core import torch_private
 from actckpt._core.torch_private import settings as torch_settings
 from actckpt._core.torch_private.lookup import LOOKED_UP, needed
@@ -158,42 +154,11 @@ def test_a_function_is_marked_for_the_compiler_as_by_its_public_name() -> None:
     assert vars(torch_private.called_while_traced(function)) == vars(public)
 
 
-def test_installed_torch_has_what_a_module_made_of_itself_compiled_in_its_place() -> None:
-    """Where this fails, see what `torch.nn.Module.compile` sets now; a public name for it replaces this one."""
-    module = torch.nn.Linear(2, 2)
-    assert torch_private.call_of_compiled(module) is None
-    module.compile(backend="eager")
-    assert torch_private.call_of_compiled(module) is not None
-    torch_private.set_call_of_compiled(module, lambda x: 2 * x)
-    assert torch.equal(module(torch.ones(2)), torch.full((2,), 2.0))
-
-
 def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     effects = importlib.import_module("torch._higher_order_ops.effects")
     for name in ("_get_effect", "SIDE_EFFECTS"):
         monkeypatch.delattr(effects, name, raising=False)
     assert not torch_private.has_registered_effect(torch.ops.aten._print.default)
-
-
-@pytest.fixture
-def group() -> Iterator[Any]:
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("needs a torch that is built with gloo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.new_group()
-    dist.destroy_process_group()
-
-
-def test_installed_torch_counts_operations_of_a_process_group(group: Any) -> None:
-    before = torch_private.num_operations(group)
-    dist.all_reduce(torch.ones(2), group=group)
-    assert before is not None and torch_private.num_operations(group) == before + 1
-
-    class Silent:
-        def _get_sequence_number_for_group(self) -> int:
-            raise RuntimeError("ProcessGroup does not yet support sequence numbers")
-
-    assert torch_private.num_operations(Silent()) is None
 
 
 _PACKAGE = Path(torch_private.__file__).parent
@@ -216,24 +181,6 @@ def test_the_package_exports_all_of_its_modules_but_the_settings() -> None:
     assert sorted(set().union(*map(_defined, modules))) == sorted(torch_private.__all__)
 
 
-def _program(checkpoint: Callable[..., Any]) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.3), torch.nn.GELU())
-    x, m = torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
-
-    def outer(x: torch.Tensor, *, m: torch.Tensor) -> torch.Tensor:
-        x = checkpoint(lambda x, *, m: model(x * m).exp(), x.sin(), m=m.cos())
-        return checkpoint(model, x).tanh()
-
-    y = checkpoint(outer, x.sin(), m=m.sin()).sum()
-    first = torch.autograd.grad(y, [x, m, *model.parameters()], retain_graph=True)
-    return [y.detach(), *first, *torch.autograd.grad(y, [x, m, *model.parameters()])]
-
-
-def _plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)
-
-
 def test_fake_tensors_of_one_storage_share_it_and_let_go_of_it() -> None:
     mode = torch_private.fake_mode()
     storage = torch.UntypedStorage(64, device="meta")
@@ -249,13 +196,26 @@ def test_fake_tensors_of_one_storage_share_it_and_let_go_of_it() -> None:
     assert gone() is None  # torch's cache of fake operators holds storages that it was given
 
 
-def test_without_graph_exec_groups_regions_are_bit_equal() -> None:
+@pytest.mark.parametrize("before", [None, [0, 1, 2, 3, 4]])
+def test_torch_puts_kernels_of_attention_in_order_before_settings_are_noted(
+    monkeypatch: pytest.MonkeyPatch, before: list[int] | None
+) -> None:
+    """An order that the program has set stays. Without the name, a first region on a GPU may rerun another kernel."""
+
+    def choose(*_: Any) -> int:
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
+        return 3
+
+    assert torch_settings._choose_sdp is not None
+    torch_settings.settle_sdp_order(torch.device("cpu"))
+    monkeypatch.setattr(torch_settings, "_choose_sdp", choose)
+    found = torch._C._get_sdp_priority_order()
     try:
-        _C.connect(_bind.NAMES | {"graph_exec_group": None})
-        for actual, expected in zip(_program(actckpt.checkpoint), _program(_plain), strict=True):
-            assert torch.equal(actual, expected)
+        torch._C._set_sdp_priority_order(before or found)
+        torch_settings.settle_sdp_order(torch.device("cpu"))
+        assert list(torch._C._get_sdp_priority_order()) == (before or [3, 1, 2, 0, 4])
     finally:
-        _C.connect(_bind.NAMES)
+        torch._C._set_sdp_priority_order(found)
 
 
 def test_without_tensor_hooks_a_gradient_does_not_meet_them() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import random_programs
 import torch
 from internals.stores import flush, store_of_kind
-from oracle import assert_equal, in_threads, leaf
-from random_graphs import RandomGraph, chain, count, num_replayed
+from oracle import assert_equal, leaf
+from random_graphs import RandomGraph, count, num_replayed
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
 
@@ -63,20 +62,6 @@ def _line(x: Tensor) -> Tensor:
     return x.exp().sum()
 
 
-def test_an_intermediate_goes_with_the_last_value_that_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = _Watch(monkeypatch)
-    n, nbytes = 32, 64 * 4
-    x = torch.linspace(0, 1, 64, requires_grad=True)
-    with actckpt.region():
-        loss = chain(x, n)
-    for _ in range(2):  # with the graph retained, nothing dies
-        watch.cached_bytes.clear()
-        torch.autograd.grad(loss, x, retain_graph=True)
-        assert watch.cached_bytes == [nbytes * left for left in range(n - 1, -1, -1)]
-    torch.autograd.grad(loss, x)
-    assert watch.cached_bytes[n:] == watch.cached_bytes[:n]
-
-
 def test_an_intermediate_goes_with_the_saved_tensors_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Part of the graph is dropped while a backward goes on, which has replayed on its account."""
     watch = _Watch(monkeypatch)
@@ -109,54 +94,6 @@ def test_random_programs_have_the_right_gradients_within_windows(
         found = count(program, mode, actckpt.region(policy))[0]
         for one, other in zip(found, expected, strict=True):
             assert one is other or torch.equal(one, other), seed
-
-
-@pytest.mark.parametrize("n", [64, 256])
-def test_room_for_the_root_of_the_intermediates_takes_twice_the_operators(
-    n: int, monkeypatch: pytest.MonkeyPatch, windows_from: Callable[[float], None]
-) -> None:
-    watch = _Watch(monkeypatch)
-    windows_from(0)
-    x = torch.linspace(0, 1, 64, requires_grad=True)
-    (expected,) = torch.autograd.grad(chain(x, n), x)
-    with actckpt.region():
-        loss = chain(x, n)
-    found: list[Tensor] = []
-    assert num_replayed(lambda: found.extend(torch.autograd.grad(loss, x))) <= 3 * n  # exponentials once
-    assert torch.equal(found[0], expected)
-    assert max(watch.cached_bytes) <= 64 * 4 * (1.1 * (2 * n) ** 0.5 + 1)
-
-
-@pytest.mark.parametrize("window_from", [0, math.inf])
-def test_two_threads_over_one_region_get_the_right_gradients(
-    window_from: float, windows_from: Callable[[float], None]
-) -> None:
-    windows_from(window_from)
-    x = torch.linspace(0, 1, 64, requires_grad=True)
-    (expected,) = torch.autograd.grad(chain(x, 40), x)
-    with actckpt.region():
-        loss = chain(x, 40)
-
-    def work(_: int) -> None:
-        for _ in range(20):
-            assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], expected)
-
-    in_threads(work, 4)
-
-
-def test_gradients_of_gradients_are_right_within_a_window(windows_from: Callable[[float], None]) -> None:
-    def run(region: Any) -> list[Tensor]:
-        x = torch.linspace(0, 1, 64, requires_grad=True)
-        with region:
-            loss = chain(x.sin(), 12)
-        (first,) = torch.autograd.grad(loss, x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
-        return [first, second, *torch.autograd.grad(second.sum(), x)]
-
-    expected = run(nullcontext())
-    for window_from in (math.inf, 0, 600):
-        windows_from(window_from)
-        assert all(map(torch.equal, run(actckpt.region()), expected))
 
 
 @pytest.mark.parametrize("window_from", [0, 1 << 20])

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -106,39 +107,26 @@ def interruptions(call: Callable[[], Any]) -> Iterator[int]:
     assert at > 20
 
 
-def _opening(policy: Any) -> tuple[Callable[[], None], list[Any]]:
-    """Return what opens a region, and the list of the one that it opened last."""
-    opened: list[Any] = []
+@_POLICIES
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any, is_inside: bool) -> None:
+    x, opened = leaf(4), []
 
     def enter() -> None:
         opened[:] = [actckpt.region(policy)]
         opened[0].__enter__()
 
-    return enter, opened
-
-
-@_POLICIES
-def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any) -> None:
-    before = thread_state()
-    enter, opened = _opening(policy)
-    for _ in interruptions(enter):
-        assert thread_state() == before
-        assert_regions_work()
-    opened[0].__exit__(None, None, None)
-    assert thread_state() == before
-
-
-@_POLICIES
-def test_opening_interrupted_inside_a_region_leaves_that_one_as_it_was(policy: Any) -> None:
-    x = leaf(4)
-    with actckpt.region(lambda info: actckpt.Action.RECOMPUTE) as outer:
+    with actckpt.region(lambda info: actckpt.Action.RECOMPUTE) if is_inside else nullcontext() as outer:
         before = thread_state()
-        enter, opened = _opening(policy)
         for _ in interruptions(enter):
             assert thread_state() == before
+            if not is_inside:
+                assert_regions_work()
         opened[0].__exit__(None, None, None)
+        assert thread_state() == before
         y = program(x)
-    assert outer.report().recomputed_bytes > 0 and outer.report().kept_bytes == 0
+    if outer is not None:
+        assert outer.report().recomputed_bytes > 0 and outer.report().kept_bytes == 0
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
 
 
@@ -255,34 +243,34 @@ def test_closing_in_another_thread_raises_and_leaves_the_region_open(policy: Any
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
 
 
-@pytest.mark.parametrize("policies", [("recompute", "offload"), (["aten.sin"], ["aten.sin"])], ids=str)
-def test_closing_the_outer_of_two_regions_first_raises_and_both_can_be_closed_in_order(policies: Any) -> None:
-    before = thread_state()
-    x = leaf(4)
-    outer, inner = map(actckpt.region, policies)
-    outer.__enter__()
-    inner.__enter__()
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (lambda: actckpt.region("recompute"), lambda: actckpt.region("offload")),
+        (lambda: actckpt.region(["aten.sin"]), lambda: actckpt.region(["aten.sin"])),
+        (lambda: actckpt.offload(min_bytes=0), lambda: actckpt.offload(min_bytes=0)),
+        (lambda: actckpt.offload(min_bytes=0), lambda: actckpt.region("recompute")),
+    ],
+)
+def test_closing_the_outer_of_two_first_raises_and_both_can_be_closed_in_order(outer: Any, inner: Any) -> None:
+    before, x = thread_state(), leaf(4)
+    outside, inside = outer(), inner()
+    outside.__enter__()
+    inside.__enter__()
     with pytest.raises(actckpt.errors.ActckptError, match="closed before what was opened in it"):
-        outer.__exit__(None, None, None)
+        outside.__exit__(None, None, None)
     y = program(x)
-    inner.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
+    inside.__exit__(None, None, None)
+    outside.__exit__(None, None, None)
     assert thread_state() == before
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
 
 
-def test_offload_blocks_close_in_order_and_once() -> None:
-    before = thread_state()
-    outer, inner = actckpt.offload(min_bytes=0), actckpt.offload(min_bytes=0)
-    outer.__enter__()
-    for inside in (inner, actckpt.region("recompute")):
-        inside.__enter__()
-        with pytest.raises(actckpt.errors.ActckptError, match="closed before what was opened in it"):
-            outer.__exit__(None, None, None)
-        inside.__exit__(None, None, None)
-    outer.__exit__(None, None, None)
-    assert thread_state() == before
-    for closed in (outer, actckpt.offload()):
+def test_offload_blocks_that_are_not_open_cannot_be_closed() -> None:
+    closed = actckpt.offload(min_bytes=0)
+    with closed:
+        pass
+    for block in (closed, actckpt.offload()):
         with pytest.raises(actckpt.errors.ActckptError, match="not open in this thread"):
-            closed.__exit__(None, None, None)
+            block.__exit__(None, None, None)
     assert_regions_work()

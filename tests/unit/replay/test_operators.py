@@ -103,14 +103,6 @@ def test_written_arguments_are_those_that_the_text_of_the_schema_marks() -> None
     assert wrong == []
 
 
-def test_the_text_of_schemas_is_read_right() -> None:
-    assert _written_by_text(aten.add_.Tensor) == ({"self"}, set())
-    assert _written_by_text(aten.add.out) == (set(), {"out"})
-    assert _written_by_text(aten._foreach_add_.List) == ({"self"}, set())
-    assert _written_by_text(aten.native_batch_norm.out) == (set(), {"out", "save_mean", "save_invstd"})
-    assert _written_by_text(aten.view.default) == (set(), set())
-
-
 def test_operators_that_write_or_return_aliases_are_never_plain_in_silence() -> None:
     for operator in OPERATORS:
         schema = operator.func._schema
@@ -190,11 +182,6 @@ def test_what_overwrites_leaves_nothing_of_what_was_there(func: Any) -> None:
     first, second = _overwritten(func, float("nan")), _overwritten(func, -5.0)
     assert not first.isnan().any()
     assert torch.equal(first, second)
-
-
-def test_what_reads_its_target_does_not_overwrite() -> None:
-    for func in (aten.add_.Tensor, aten.masked_fill_.Scalar, aten.index_put_.default, aten.fill_diagonal_.default):
-        assert not operator_of(func).overwrites
 
 
 def test_every_factory_of_empty_memory_is_known() -> None:

@@ -1,20 +1,20 @@
-"""Orders of replay, against all orders that there are."""
+"""Orders of replay, against all orders that there are, and what stays within a window."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Iterator
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from actckpt import _C
 from actckpt._replay.replay_graph import ReplayGraph
+from actckpt._replay.windows import retained, smallest_window
 
 
 def default_order(graph: ReplayGraph) -> list[int]:
-    """Return the steps in the built-in order."""
     return _C.default_order(graph.reads, graph.makes, graph.nbytes, graph.target, graph.retained)
 
 
@@ -102,34 +102,11 @@ def _branching_graph(rng: random.Random, num_steps: int) -> ReplayGraph:
     )
 
 
-def _depth_first(graph: ReplayGraph) -> list[int]:
-    """Return the order that the rule of `schedule` gives, as a recursion."""
-    makers = graph.maker()
-    result = [sum(graph.nbytes[value] for value in made) for made in graph.makes]
-
-    @functools.cache
-    def before(step: int) -> list[int]:
-        children = dict.fromkeys(makers[value] for value in graph.reads[step] if value in makers)
-        return sorted(children, key=lambda child: result[child] - peak(child))
-
-    @functools.cache
-    def peak(step: int) -> int:
-        held = [0, *itertools.accumulate(result[child] for child in before(step))]
-        return max([*(h + peak(child) for h, child in zip(held, before(step), strict=False)), held[-1] + result[step]])
-
-    def walked(step: int) -> list[int]:
-        return [*itertools.chain.from_iterable(map(walked, before(step))), step]
-
-    chosen = list(dict.fromkeys(walked(makers[graph.target])))
-    return chosen if _peak(graph, chosen) < _peak(graph, sorted(chosen)) else sorted(chosen)
-
-
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(seed=st.integers(0, 10**6), num_steps=st.integers(1, 9))
-def test_the_order_is_that_of_the_rule_valid_and_never_above_that_of_the_forward(seed: int, num_steps: int) -> None:
+def test_the_order_is_valid_and_never_above_that_of_the_forward(seed: int, num_steps: int) -> None:
     graph = _branching_graph(random.Random(seed), num_steps)
     order = default_order(graph)
-    assert order == _depth_first(graph)
     assert sorted(order) == sorted(_needed(graph)) and _is_valid(graph, order)
     assert _peak(graph, order) <= _peak(graph, sorted(order))
 
@@ -145,11 +122,36 @@ def _mean_excess(is_tree: bool) -> float:
     return sum(excess) / len(excess)
 
 
-def test_on_trees_the_peak_is_the_optimum() -> None:
-    assert _mean_excess(is_tree=True) == 0
+@pytest.mark.parametrize(("is_tree", "most"), [(True, 0.0), (False, 0.05)])
+def test_the_peak_is_the_optimum_on_trees_and_close_to_it_on_random_graphs(is_tree: bool, most: float) -> None:
+    assert _mean_excess(is_tree) <= most
 
 
-def test_on_random_graphs_the_peak_is_close_to_the_optimum() -> None:
-    excess = _mean_excess(is_tree=False)
-    print(f"mean excess over the optimum: {excess:.4f}")
-    assert excess < 0.05
+def _chain(nbytes: list[int], asked: set[int], first: int, last: int) -> ReplayGraph:
+    """Return the replay of value `last` of a chain, from value `first - 1` on."""
+    size = last - first + 1
+    return ReplayGraph(
+        operators=("op",) * size,
+        reads=tuple((step - 1,) if step else (size,) for step in range(size)),
+        makes=tuple((step,) for step in range(size)),
+        nbytes=(*nbytes[first : last + 1], 0),
+        target=size - 1,
+        retained=frozenset(value - first for value in asked if first <= value < last),
+        again=frozenset(range(size - 1)),
+        until={value - first: value - first for value in asked if first <= value < last},
+    )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(seed=st.integers(0, 10**6), size=st.integers(2, 120), share=st.floats(0.02, 1))
+def test_what_stays_fits_whatever_the_sizes_are(seed: int, size: int, share: float) -> None:
+    rng = random.Random(seed)
+    nbytes = [rng.choice([1, 2, 4, 50]) for _ in range(size)]
+    asked = {value for value in range(size) if rng.random() < 0.7} | {size - 1}
+    graph = _chain(nbytes, asked, 0, size - 1)
+    smallest = smallest_window(graph, range(size))
+    assert retained(graph, range(size), smallest) is not None
+    room = int(sum(nbytes) * share)
+    stay = retained(graph, range(size), room)
+    assert stay is not None or room < smallest
+    assert stay is None or sum(nbytes[value] for value in stay) <= room

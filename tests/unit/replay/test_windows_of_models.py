@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from internals.references import assert_references_flat
 from oracle import CountOperators
-from transformer_block import Block
+from peaks import sum_of_small_gradients
+from transformer_block import Block, Residual
 
 import actckpt
 from actckpt import _C, _bind
@@ -45,17 +47,6 @@ class _Whole:
         return [parameter.grad for parameter in self._model.parameters() if parameter.grad is not None]
 
 
-class _Residual(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3, padding=1) for _ in range(2))
-        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(self.norms[0](self.convs[0](x)))
-        return torch.relu(x + self.norms[1](self.convs[1](h)))
-
-
 def _layers(width: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU())
 
@@ -64,7 +55,7 @@ WHOLE: dict[str, Callable[[], _Whole]] = {
     "layers": lambda: _Whole((_layers(512) for _ in range(32)), 256, 512),
     "transformer": lambda: _Whole((Block(128) for _ in range(10)), 4, 128, 128),
     "four blocks": lambda: _Whole((Block(256) for _ in range(4)), 4, 256, 256),
-    "convolutions": lambda: _Whole((_Residual() for _ in range(12)), 8, 16, 32, 32),
+    "convolutions": lambda: _Whole((Residual(16) for _ in range(12)), 8, 16, 32, 32),
 }
 
 
@@ -123,3 +114,32 @@ def test_a_region_of_a_block_replays_each_operator_once_by_itself() -> None:
     whole = _Whole([Block(256)], 4, 1024, 256)
     whole.step(actckpt.region)
     assert whole.replayed_operators <= whole.forward_operators
+
+
+def test_it_shows_that_a_window_lowers_the_peak_and_not_only_what_is_held(
+    windows_from: Callable[[float], None],
+) -> None:
+    weights = [torch.ones((), requires_grad=True) for _ in range(100)]
+    peaks = []
+    for window_from in (math.inf, 1 << 20):
+        windows_from(window_from)
+        with actckpt.region() as region:
+            total = sum_of_small_gradients(weights, torch.randn(16 * 1024))
+        total.backward()
+        peaks.append(region.report().peak_bytes)
+        assert region.report().as_dict()["peak_bytes"] == peaks[-1]
+        assert "peak so far: " in str(region.report())
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+@pytest.mark.parametrize("window_from", [0, math.inf])
+def test_replays_give_every_reference_back(window_from: float, windows_from: Callable[[float], None]) -> None:
+    windows_from(window_from)
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def step() -> None:
+        with actckpt.region():
+            y = x.sin().exp().tanh().cos().sigmoid().exp().sin().sum() + x.sort(0)[0].exp().var(1).sum()
+        y.backward()
+
+    assert_references_flat(step)
