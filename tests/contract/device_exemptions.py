@@ -32,7 +32,6 @@ _FORKS = "forks a process after autograd has threads, which it has on a machine 
 _TRANSPOSED = "products of a GPU differ where a factor is transposed; hooks that copy it change plain training, too"
 _FUSED = "a scripted function of a GPU computes other numbers once its kernels are fused, without actckpt too"
 _STARTS_ANEW = "cuDNN's dropout starts anew after a generator was set, which replays do; tests/gpu has tests of it"
-_NO_FLOAT32 = "the kernel takes no float32"
 _NO_STORE = "is about tensors that have no store, as those of the CPU until there is a folder"
 _BY_HAND = "counts by hand what a process has in the memory of a device, where libraries and other tests have some, too"
 _MESH_OF_CPU = "DTensor moves what it is given to the devices of its mesh, here the CPU"
@@ -78,7 +77,6 @@ EXEMPT: dict[str, str] = {
     "contract/test_blocks.py::test_a_saved_model_is_loaded_by_a_fresh_process": _FRESH,
     f"{_TRAINING}test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state": _BY_HAND,
     "contract/test_budgets.py::test_a_budget_for_everything_counts_parameters_gradients_and_optimizer_state": _BY_HAND,
-    f"{_KERNELS}[transform=jvp]": _FORWARD_MODE,
     f"{_KERNELS}[sparse]": _NO_LAYOUT,
     "replay/test_replay_filling.py::test_memory_that_was_offloaded_is_not_held_until_its_region_closes": _LATER,
     f"{_OFFLOAD}fidelity.py::test_gradients_are_bit_equal[sparse]": _NO_LAYOUT,
@@ -133,7 +131,6 @@ EXEMPT_ON_GPU: dict[str, str] = {
         _TRANSPOSED
     ),
     "rerun/test_keywords.py::test_early_stop_leaves_a_scripted_function_in_which_torch_fails": _FUSED,
-    f"{_KERNELS}[attention backend=SDPBackend.FLASH ATTENTION]": _NO_FLOAT32,
     "replay/test_replay_models.py::test_a_model_trains_as_without_a_region[lstm]": _STARTS_ANEW,
     "replay/test_presets.py::test_each_keeps_what_it_says_and_the_rest_is_recomputed": _OF_CPU,
 }

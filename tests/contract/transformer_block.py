@@ -1,4 +1,4 @@
-"""A transformer block whose operators are those of large models."""
+"""Blocks whose operators are those of large models: of a transformer, and of a residual network."""
 
 from __future__ import annotations
 
@@ -21,3 +21,16 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).reshape(batch, seq, dim))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norm around a shortcut."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.norms[0](self.convs[0](x)))
+        return F.relu(x + self.norms[1](self.convs[1](h)))

@@ -104,16 +104,6 @@ def test_one_of_which_no_operator_runs_is_told_as_one_and_not_by_each_operator_o
     assert idle.startswith("'attention' (") and idle.endswith(" and others)")
 
 
-def test_compare_takes_them_and_its_default_is_one() -> None:
-    model = nn.Sequential(*(Block(16) for _ in range(3)))
-    x = torch.randn(2, 8, 16)
-    found = actckpt.compare(lambda: model(x).sum().backward(), model=model, policies={"a": "attention"}, rounds=1)
-    assert found["a"].same_bits and found["a"].held_bytes < found["none"].held_bytes
-    found = actckpt.compare(lambda: model(x).sum().backward(), model=model, rounds=1)
-    by_name = actckpt.compare(lambda: model(x).sum().backward(), model=model, policies={"m": "matmuls"}, rounds=1)
-    assert found["keep matmuls"].held_bytes == by_name["m"].held_bytes
-
-
 def test_they_are_followed_under_torch_compile() -> None:
     layer = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 4))
     x = torch.randn(2, 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name
+from transformer_block import Residual
 
 import actckpt
 from actckpt import Action
@@ -42,19 +43,6 @@ class Attention(nn.Module):
         y = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
         x = x + self.out(y.view(batch, 4, length, -1).permute(0, 2, 1, 3).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Residual(nn.Module):
-    """Two convolutions, as ResNet has them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.relu(self.norms[0](self.convs[0](x)))
-        return F.relu(x + self.norms[1](self.convs[1](h)))
 
 
 class Scan(nn.Module):

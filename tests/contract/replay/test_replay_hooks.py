@@ -150,9 +150,6 @@ def test_hooks_see_the_shapes_that_autograd_saved_and_leaves_as_they_are() -> No
     assert {id(tensor) for tensor in expected} >= {id(x), id(scale)}  # torch 2.9 hands out a tensor of its own, too
 
 
-_LINEAR = torch.nn.Linear(6, 6)
-
-
 @pytest.mark.parametrize(
     ("function", "shapes"),
     [
@@ -163,7 +160,7 @@ _LINEAR = torch.nn.Linear(6, 6)
         (lambda h: sum(part.sin() for part in h.chunk(3, dim=1)), [(6, 2)] * 3),
         (lambda h: (h[0] * 2).exp(), [(6,)]),  # what `exp` returned
         (lambda h: (h @ h.t()).view(36).sin().view(4, 9).sin(), [(6, 6), (36,)]),  # what `mm` returned, as it was saved
-        (lambda h: _LINEAR(h).exp(), [(6, 6), (6, 6)]),  # no parameters
+        (lambda h: torch.nn.Linear(6, 6)(h).exp(), [(6, 6), (6, 6)]),  # no parameters
     ],
 )
 def test_hooks_see_of_several_views_those_that_no_other_one_contains(function: Any, shapes: list[Any]) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from oracle import assert_equal, gradients
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - torch's own name
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
@@ -55,22 +54,6 @@ class Residual(nn.Module):
         return self.relu(out)
 
 
-class UNet(nn.Module):
-    """One level down and up again, with a skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 4, 3, padding=1)
-        self.down = nn.Conv2d(4, 8, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.last = nn.Conv2d(8, 1, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = F.silu(self.first(x))
-        low = F.group_norm(self.down(F.avg_pool2d(skip, 2)), 2).relu_()
-        return self.last(torch.cat([skip, self.up(low)], 1))
-
-
 def _through_fresh_modules(model: nn.Module) -> Tensor:
     x = torch.randn(3, 4)
     for _ in range(3):
@@ -101,7 +84,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor], 
         2,
     ),
     "lstm": (lambda: nn.LSTM(4, 6, num_layers=2, dropout=0.3), _through_lstm, 2),
-    "unet with skips": (UNet, lambda model: model(torch.randn(2, 1, 8, 8)).abs().mean(), 2),
     "demo": (
         lambda: LanguageModel(layers=2, dim=16, heads=4, kv_heads=2, seq=8, dropout=0.1),
         lambda model: model(torch.randint(256, (2, 8))).square().mean(),

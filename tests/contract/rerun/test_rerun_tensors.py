@@ -6,7 +6,6 @@ import collections
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -162,20 +161,23 @@ def _viewed(x: torch.Tensor, o: Holder) -> torch.Tensor:
     return (x + o.t[:3]).exp()
 
 
+def _ones() -> torch.Tensor:
+    return torch.ones(3)
+
+
 _PLAINLY = "modified by an inplace operation"
-_ONES: Callable[[], torch.Tensor] = partial(torch.ones, 3)
 #: Function of a tensor and an object, the tensor that the object holds, which one changes, options, and the error.
 OBJECTS: list[tuple[Callable[..., torch.Tensor], Callable[[], torch.Tensor], str, dict[str, Any], str]] = [
-    (lambda x, o: (x * o.t).exp(), _ONES, "t", {}, _PLAINLY),
-    (_read, _ONES, "t", {}, _PLAINLY),
-    (_viewed, _ONES, "t", {}, _PLAINLY),
-    (_read, torch.inference_mode()(_ONES), "t", {}, r"(?s)Argument 1\.t.*inference tensor"),
-    (_viewed, torch.inference_mode()(_ONES), "t", {}, r"(?s)Argument 1\.t.*inference tensor"),
-    (lambda x, o: x.exp() + o.t.a, lambda: TwoTensor(_ONES(), _ONES()), "t", {}, r"Argument 1\.t,"),
-    (_reads_and_changes, _ONES, "", {}, r"(?s)Argument 1\.t.*version 4.*version 0.*buffer"),
-    (_catches, _ONES, "t", {"early_stop": False}, _PLAINLY),
-    (_read, _ONES, "other", {}, ""),
-    (_fills, _ONES, "", {}, ""),
+    (lambda x, o: (x * o.t).exp(), _ones, "t", {}, _PLAINLY),
+    (_read, _ones, "t", {}, _PLAINLY),
+    (_viewed, _ones, "t", {}, _PLAINLY),
+    (_read, torch.inference_mode()(_ones), "t", {}, r"(?s)Argument 1\.t.*inference tensor"),
+    (_viewed, torch.inference_mode()(_ones), "t", {}, r"(?s)Argument 1\.t.*inference tensor"),
+    (lambda x, o: x.exp() + o.t.a, lambda: TwoTensor(_ones(), _ones()), "t", {}, r"Argument 1\.t,"),
+    (_reads_and_changes, _ones, "", {}, r"(?s)Argument 1\.t.*version 4.*version 0.*buffer"),
+    (_catches, _ones, "t", {"early_stop": False}, _PLAINLY),
+    (_read, _ones, "other", {}, ""),
+    (_fills, _ones, "", {}, ""),
 ]
 
 
