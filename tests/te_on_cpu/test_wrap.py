@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -92,6 +93,16 @@ def _x(rows: int = 4) -> Tensor:
     return leaf(rows, HIDDEN)
 
 
+def _retained_with(te: Any, forward: Callable[..., Any]) -> Any:
+    """Return a retained layer whose forward is this function of Linear's forward and the arguments."""
+
+    class Layer(te.Linear):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return forward(super().forward, *args, **kwargs)
+
+    return _retained(Layer(HIDDEN, HIDDEN))
+
+
 def test_unwrap_copies_and_forwards_that_instances_had(te: Any) -> None:
     layer, calls = _linear(te), Log()
     own = layer.forward
@@ -108,21 +119,28 @@ def test_unwrap_copies_and_forwards_that_instances_had(te: Any) -> None:
         actckpt.te.unwrap(layer)
 
 
+#: A policy and options that a layer does not take, and what the error says.
+WRONG: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ("save", {}, ValueError, "'keep', 'recompute', 'offload'"),
+    ({"self_attention": "drop"}, {}, ValueError, "'keep', 'recompute', 'offload'"),
+    ({}, {}, ValueError, "empty"),
+    ({"self_atention": "offload"}, {}, BlocksError, "Nearest: self_attention"),
+    ({torch.nn.Conv2d: "offload"}, {}, BlocksError, "of type"),
+    (
+        {"self_attention": "recompute", "proj": "keep"},
+        {},
+        ValueError,
+        r"'self_attention.proj' \(keep\) is inside 'self",
+    ),
+    ({"self_attention": "keep"}, {"retain_graph": True}, ValueError, "one backward only"),
+]
+
+
 def test_what_cannot_be_wrapped_says_why(te: Any) -> None:
     layer = training.make_layer(te, "TransformerLayer")
-    for policy in ("save", {"self_attention": "drop"}):
-        with pytest.raises(ValueError, match="'keep', 'recompute', 'offload'"):
-            actckpt.te.wrap(layer, policy)
-    with pytest.raises(ValueError, match="empty"):
-        actckpt.te.wrap(layer, {})
-    with pytest.raises(BlocksError, match="Nearest: self_attention"):
-        actckpt.te.wrap(layer, {"self_atention": "offload"})
-    with pytest.raises(BlocksError, match="of type"):
-        actckpt.te.wrap(layer, {torch.nn.Conv2d: "offload"})
-    with pytest.raises(ValueError, match=r"'self_attention.proj' \(keep\) is inside 'self_attention'"):
-        actckpt.te.wrap(layer, {"self_attention": "recompute", "proj": "keep"})
-    with pytest.raises(ValueError, match="one backward only"):
-        actckpt.te.wrap(layer, {"self_attention": "keep"}, retain_graph=True)
+    for policy, options, error, match in WRONG:
+        with pytest.raises(error, match=match):
+            actckpt.te.wrap(layer, policy, **options)
     with pytest.raises(BlocksError, match=r"actckpt\.apply"):
         actckpt.te.wrap(torch.nn.Sequential(torch.nn.Linear(2, 2)))
     actckpt.te.wrap(layer, {torch.nn.Module: "offload"})
@@ -133,13 +151,7 @@ def test_what_cannot_be_wrapped_says_why(te: Any) -> None:
 
 def test_without_grad_mode_nothing_is_held(te: Any) -> None:
     modes: list[bool] = []
-
-    class Looks(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
-            modes.append(torch.is_grad_enabled())
-            return super().forward(x)
-
-    layer = _retained(Looks(HIDDEN, HIDDEN))
+    layer = _retained_with(te, lambda linear, x: (modes.append(torch.is_grad_enabled()), linear(x))[1])
     with torch.no_grad():
         assert not layer(_x()).requires_grad
     layer.requires_grad_(False)
@@ -185,12 +197,8 @@ def test_hooks_run_once_per_call_and_those_of_parameters_once_per_backward(te: A
 
 
 def test_a_te_checkpoint_inside_of_which_nothing_is_needed_leaves_no_flag(te: Any) -> None:
-    class Two(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any, y: Any) -> Any:
-            return super().forward(x) * 2, te.checkpoint(torch.exp, y)
-
     x, y = _x(), _x()
-    first, _ = _retained(Two(HIDDEN, HIDDEN))(x, y)
+    first, _ = _retained_with(te, lambda linear, x, y: (linear(x) * 2, te.checkpoint(torch.exp, y)))(x, y)
     for _ in range(2):
         torch.autograd.grad(first.sum(), x, retain_graph=True)
         assert training.process_state()["process: first modules"] == []
@@ -234,15 +242,11 @@ def test_a_gradient_that_would_be_lost_raises(te: Any) -> None:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
-    class Reads(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any, other: Any = None) -> Any:
-            return super().forward(x) * (other.value if other is not None else self.outside)
-
-    layer = _retained(Reads(HIDDEN, HIDDEN))
-    object.__setattr__(layer, "outside", leaf(HIDDEN))
+    outside = Holder(leaf(HIDDEN))
+    layer = _retained_with(te, lambda linear, x, other=None: linear(x) * (outside if other is None else other).value)
     with pytest.raises(TransformerEngineError, match=rf"tensor of shape \({HIDDEN},\)"):
         layer(_x())
-    object.__setattr__(layer, "outside", leaf(HIDDEN) * 2)
+    outside.value = leaf(HIDDEN) * 2
     with pytest.raises(TransformerEngineError, match="its gradient would be lost"):
         layer(_x())
     with pytest.raises(TransformerEngineError, match="its gradient would be lost"):
@@ -265,26 +269,21 @@ def test_changes_between_forward_and_backward_raise(te: Any, change: str, error:
 
 
 def test_a_forward_that_does_not_repeat_itself_raises(te: Any) -> None:
-    class Counts(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
-            self.count = getattr(self, "count", 0) + 1
-            return super().forward(x)[: self.count]
-
-    y = _retained(Counts(HIDDEN, HIDDEN))(_x())
+    counts = itertools.count(1)
+    y = _retained_with(te, lambda linear, x: linear(x)[: next(counts)])(_x())
     with pytest.raises(RerunMismatchError, match=r"Forward: \(1, 32\) .* Rerun: \(2, 32\)"):
         y.sum().backward()
 
-    class InPlace(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any, cache: Any) -> Any:
-            with torch.no_grad():
-                cache.add_(1)
-            return super().forward(x + cache)
+    def in_place(linear: Any, x: Any, cache: Any) -> Any:
+        with torch.no_grad():
+            cache.add_(1)
+        return linear(x + cache)
 
-    y = _retained(InPlace(HIDDEN, HIDDEN))(_x(), torch.zeros(4, HIDDEN))
+    y = _retained_with(te, in_place)(_x(), torch.zeros(4, HIDDEN))
     with pytest.raises(InputChangedError):
         y.sum().backward()
     with pytest.raises(InputChangedError, match="changes an argument in place"):
-        _retained(InPlace(HIDDEN, HIDDEN))(_x(), _x())
+        _retained_with(te, in_place)(_x(), _x())
 
 
 def test_inside_other_regions_and_offloading(te: Any) -> None:
@@ -314,13 +313,9 @@ def test_inside_other_regions_and_offloading(te: Any) -> None:
 
 
 def test_a_backward_inside_the_forward_raises(te: Any) -> None:
-    class Differentiates(te.Linear):  # type: ignore[misc]
-        def forward(self, x: Any) -> Any:
-            (grad,) = torch.autograd.grad(x.exp().sum(), x)
-            return super().forward(x) * grad
-
+    layer = _retained_with(te, lambda linear, x: linear(x) * torch.autograd.grad(x.exp().sum(), x)[0])
     with pytest.raises(TransformerEngineError, match="a backward inside its forward"):
-        _retained(Differentiates(HIDDEN, HIDDEN))(_x())
+        layer(_x())
 
 
 def test_the_inputs_are_freed_with_the_graph(te: Any) -> None:

@@ -61,25 +61,26 @@ def test_an_input_changed_in_place_after_forward_raises_and_is_named(route: str,
         run(ours)
 
 
-@pytest.mark.parametrize("call", [None, "forward", "__call__"])
-def test_a_parameter_that_an_optimizer_moved_before_backward_raises(call: str | None) -> None:
+@pytest.mark.parametrize("kind", ["module", "forward", "__call__", "bias alone", "input without gradient", "autocast"])
+def test_a_parameter_that_an_optimizer_moved_before_backward_raises(kind: str) -> None:
     def run(method: Checkpoint) -> torch.Tensor | None:
         torch.manual_seed(1)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh())
-        x = leaf(2, 3)
-        y = method(model if call is None else getattr(model, call), x)
-        for parameter in model.parameters():
+        x = torch.randn(2, 3, requires_grad=kind != "input without gradient")
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            y = method(getattr(model, kind) if kind in ("forward", "__call__") else model, x)
+        moved = [model[0].bias] if kind == "bias alone" else list(model.parameters())
+        for parameter in moved:
             parameter.grad = torch.ones_like(parameter)
         if method is not plain:
-            torch.optim.SGD(model.parameters(), lr=1.0).step()
-        y.sum().backward()
-        return x.grad
+            torch.optim.SGD(moved, lr=1.0).step()
+        y.float().sum().backward()
+        return model[0].weight.grad if x.grad is None else x.grad
 
     assert not torch.equal(run(theirs), run(plain))
-    with pytest.raises(
-        actckpt.errors.RerunMismatchError,
-        match=r"(?s)Parameter '0.weight'.*version 2.*version 1.*optimizer step",
-    ):
+    name = "bias" if kind == "bias alone" else "weight"
+    message = rf"(?s)Parameter '0.{name}'.*version 2.*version 1.*optimizer step"
+    with pytest.raises(actckpt.errors.RerunMismatchError, match=message):
         run(ours)
 
 

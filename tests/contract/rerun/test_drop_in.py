@@ -107,28 +107,6 @@ def a_momentum_encoder_that_the_forward_updates(checkpoint: Checkpoint) -> torch
     return model.online.weight.grad
 
 
-class Holder:
-    items: list[torch.Tensor]
-
-
-@programs
-def a_list_changed_and_put_back_that_an_object_holds_too(
-    checkpoint: Checkpoint,
-) -> torch.Tensor | None:
-    x, holder = _x(), Holder()
-    items = [torch.ones(3, requires_grad=True)]
-    holder.items = items
-
-    def inner(x: torch.Tensor, items: list[torch.Tensor]) -> torch.Tensor:
-        before, items[0] = items[0], x * 2
-        y = (holder.items[0] * x).sin().sin()
-        items[0] = before
-        return y
-
-    checkpoint(lambda x: checkpoint(inner, x, items).sin(), x).sum().backward()
-    return x.grad
-
-
 class Tagged(namedtuple("Tagged", "a b")):
     pass
 
