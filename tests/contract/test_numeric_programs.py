@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal, in_threads
+from oracle import assert_equal, in_region, in_threads
 from settings_seen import CHANGES_SETTINGS
 from torch import Tensor
 from torch_settings import RESTORED, call
@@ -102,18 +102,10 @@ PROGRAMS: dict[str, tuple[Any, list[tuple[Callable[[], None], Callable[[], None]
 }
 
 
-def _region(policy: Any) -> Any:
-    def run(function: Any, w: Tensor) -> Tensor:
-        with actckpt.region(policy):
-            return function(w)
-
-    return run
-
-
 _METHODS = {
     "checkpoint": actckpt.checkpoint,
-    "region": _region("recompute"),
-    "list": _region([torch.ops.aten.mm.default, torch.ops.aten.convolution.default]),
+    "region": in_region("recompute"),
+    "list": in_region([torch.ops.aten.mm.default, torch.ops.aten.convolution.default]),
 }
 
 
