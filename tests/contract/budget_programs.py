@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import actckpt
 
-__all__ = ["BESIDE", "PROGRAMS", "Configured", "Net", "Program", "beside"]
+__all__ = ["BESIDE", "PROGRAMS", "Configured", "Net", "Program", "Residual", "beside", "chain"]
 
 #: A model, and its step. The step sets no gradients to None.
 Program = tuple[nn.Module, Callable[[], object]]
@@ -42,7 +42,8 @@ def _mlps(num: int = 4, width: int = _WIDTH) -> list[nn.Module]:
     return [Mlp(width) for _ in range(num)]
 
 
-def _chain(net: Any, x: Tensor) -> Tensor:
+def chain(net: Any, x: Tensor) -> Tensor:
+    """Run one block after the other."""
     for block in net.blocks:
         x = block(x)
     return x
@@ -119,7 +120,7 @@ def _language(*, rank: int = 0, casts: bool = False) -> nn.Module:
 
     def run(net: Any, tokens: Tensor) -> Tensor:
         with _autocast(casts):
-            return net.head(_chain(net, net.embedding(tokens)))
+            return net.head(chain(net, net.embedding(tokens)))
 
     embedding, head = nn.Embedding(_VOCABULARY, _WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
     head.weight = embedding.weight
@@ -223,12 +224,12 @@ def _translation() -> Program:
 
 
 def _experts() -> Program:
-    return _squares(Net(_chain, [_Expert() for _ in range(4)]), torch.randn(8, 64, _WIDTH))
+    return _squares(Net(chain, [_Expert() for _ in range(4)]), torch.randn(8, 64, _WIDTH))
 
 
 def _forces() -> Program:
     """The loss contains a gradient of the output: backward runs through a backward."""
-    model, positions = Net(_chain, [_tanh(_WIDTH) for _ in range(4)]), torch.randn(256, _WIDTH).requires_grad_()
+    model, positions = Net(chain, [_tanh(_WIDTH) for _ in range(4)]), torch.randn(256, _WIDTH).requires_grad_()
 
     def step() -> None:
         positions.grad = None
@@ -246,7 +247,7 @@ def _classified(backward: Callable[[dict[str, Tensor]], object]) -> Program:
     """The model returns its loss beside its wide outputs, as models of Transformers do."""
 
     def run(net: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        outputs = net.head(_chain(net, x))
+        outputs = net.head(chain(net, x))
         return {"loss": functional.cross_entropy(outputs, labels), "outputs": outputs}
 
     model = Net(run, _mlps(), head=nn.Linear(_WIDTH, 1024))
@@ -338,7 +339,7 @@ def _outside(where: str) -> Program:
 
 
 def _between(net: Any, x: Tensor) -> Tensor:
-    x = _chain(net, net.first(x) if hasattr(net, "first") else x)
+    x = chain(net, net.first(x) if hasattr(net, "first") else x)
     return net.last(x) if hasattr(net, "last") else x
 
 
@@ -516,7 +517,7 @@ def _changed_in_place(block: Any, x: Tensor) -> Tensor:
 def _written_view(net: Any, x: Tensor) -> Tensor:
     h = net.first(x)[:32]
     h[0] = 0
-    return _chain(net, h)
+    return chain(net, h)
 
 
 class Configured(nn.Module):
@@ -557,7 +558,7 @@ _HELD: dict[str, dict[str, Callable[[Any, Tensor], Tensor]]] = {
 
 def _held(name: str) -> Program:
     actckpt.configure(opaque=["budget_programs.twice"])
-    model, x = Net(_chain, [Configured(**_HELD[name]) for _ in range(6)]), torch.randn(256, _WIDTH)
+    model, x = Net(chain, [Configured(**_HELD[name]) for _ in range(6)]), torch.randn(256, _WIDTH)
 
     def step() -> None:
         for block in model.blocks:
@@ -610,7 +611,7 @@ def _of_beside(kind: str) -> Program:
 # Autocast.
 
 
-def _casting(after: str, *rows: int, run: Callable[..., Tensor] = _chain, num: int = 6, **others: nn.Module) -> Program:
+def _casting(after: str, *rows: int, run: Callable[..., Tensor] = chain, num: int = 6, **others: nn.Module) -> Program:
     """Autocast ends after each block, the forward, the call of the model, its backward, or the whole step."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -651,7 +652,7 @@ def _weights_again(net: Any, x: Tensor) -> Tensor:
 
 def _tied_head(net: Any, x: Tensor) -> Tensor:
     """Read the weight of the embedding, whose gradient is there at the end, with the cast for the head."""
-    x = _chain(net, x + net.embedding(torch.arange(len(x))))
+    x = chain(net, x + net.embedding(torch.arange(len(x))))
     return functional.linear(x, net.embedding.weight).float().logsumexp(-1)
 
 
@@ -668,7 +669,7 @@ def _all_read(net: Any, x: Tensor) -> Tensor:
 
 def _together(*rows: int, is_summed: bool) -> Program:
     """All forwards, then their backwards, or one of their sum."""
-    model, inputs = Net(_chain, _mlps(6, 64)), [torch.randn(num, 64) for num in rows]
+    model, inputs = Net(chain, _mlps(6, 64)), [torch.randn(num, 64) for num in rows]
 
     def step() -> None:
         losses = [model(x).square().mean() for x in inputs]
@@ -680,7 +681,7 @@ def _together(*rows: int, is_summed: bool) -> Program:
 
 def _again(kind: str) -> Program:
     """Backward retains the graph of its loss, and that is read again."""
-    model, x = Net(lambda net, x: net.head(_chain(net, x)), _mlps(6, 64), head=nn.Linear(64, 2)), torch.randn(512, 64)
+    model, x = Net(lambda net, x: net.head(chain(net, x)), _mlps(6, 64), head=nn.Linear(64, 2)), torch.randn(512, 64)
 
     def step() -> None:
         found = model(x).square()
@@ -695,7 +696,7 @@ def _again(kind: str) -> Program:
 
 def _penalized(kind: str) -> Program:
     """The loss of a critic, with a penalty on its gradient at inputs: backward runs through a backward."""
-    model = Net(lambda net, x: net.head(_chain(net, x)), [Configured(16) for _ in range(5)], head=nn.Linear(16, 1))
+    model = Net(lambda net, x: net.head(chain(net, x)), [Configured(16) for _ in range(5)], head=nn.Linear(16, 1))
     x = torch.randn(64, 16)
 
     def penalty() -> Tensor:
@@ -717,7 +718,7 @@ def _penalized(kind: str) -> Program:
 # Images.
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
     """A block of a residual network, that may halve the size of the image; its ReLU saves what the block returns."""
 
     def __init__(self, channels: int, stride: int = 1) -> None:
@@ -753,7 +754,7 @@ def _skips() -> Program:
         return net.head(x)
 
     others = {"stem": nn.Conv2d(3, 8, 3, padding=1), "head": nn.Conv2d(8, 3, 1)}
-    return _squares(Net(run, [_Residual(8) for _ in range(6)], **others), torch.randn(4, 3, 24, 24))
+    return _squares(Net(run, [Residual(8) for _ in range(6)], **others), torch.randn(4, 3, 24, 24))
 
 
 def _residual_network(strides: list[int], between: Callable[[Tensor], Tensor] = lambda x: x) -> Program:
@@ -764,7 +765,7 @@ def _residual_network(strides: list[int], between: Callable[[Tensor], Tensor] = 
         return net.head(x.mean((2, 3)))
 
     channels = list(itertools.accumulate([16, *strides], operator.mul))
-    blocks = [_Residual(*each) for each in zip(channels, strides, strict=False)]
+    blocks = [Residual(*each) for each in zip(channels, strides, strict=False)]
     others = {"stem": nn.Conv2d(3, 16, 7, 2, 3), "head": nn.Linear(channels[-1], 10)}
     return _squares(Net(run, blocks, **others), torch.randn(4, 3, 48, 48))
 
@@ -785,7 +786,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "forces": _forces,
     "residual network": partial(_residual_network, [1, 2, 1, 2, 1]),
     "residual blocks with tanh between": partial(_residual_network, [1] * 5, torch.tanh),
-    "kernels of two sizes": lambda: _squares(Net(_chain, map(_Convolved, (3, 3, 9, 9))), torch.randn(2, 16, 8, 8)),
+    "kernels of two sizes": lambda: _squares(Net(chain, map(_Convolved, (3, 3, 9, 9))), torch.randn(2, 16, 8, 8)),
     "written view": lambda: _squares(Net(_written_view, _mlps(), first=nn.Linear(32, 32)), torch.randn(64, 32)),
     "large weight before blocks": lambda: _squares(
         Net(_between, _mlps(), first=nn.Linear(4096, 32)), torch.ones(8, 4096)
