@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import runpy
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_equal, gradients
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy
@@ -74,6 +76,10 @@ def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]
     return held
 
 
+def _tensors(model: nn.Module) -> list[Tensor | None]:
+    return [*model.state_dict().values(), *gradients(model)]
+
+
 def _same(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(
         a is b or (isinstance(a, tuple) and len(a) == len(b) and a[0] is b[0] and a[1] is b[1])
@@ -87,11 +93,10 @@ def test_model_gradients_optimizer_and_random_state_stay_as_they_were(fails: boo
     optimizer = torch.optim.AdamW(model.parameters())
     step()
     optimizer.step()
-    before = copy.deepcopy([*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())])
-    objects, random, dtype = _everything(model, optimizer), torch.get_rng_state(), torch.get_default_dtype()
+    random, dtype = torch.get_rng_state(), torch.get_default_dtype()
     log: list[int] = []
     model.log = log  # type: ignore[assignment]
-    objects = _everything(model, optimizer)
+    objects, values = _everything(model, optimizer), copy.deepcopy(_tensors(model))
 
     def changes_everything() -> None:
         torch.manual_seed(7)
@@ -104,17 +109,12 @@ def test_model_gradients_optimizer_and_random_state_stay_as_they_were(fails: boo
         if fails and len(log) > 1:
             raise KeyError("mine")
 
-    call = lambda: actckpt.estimate(changes_everything, model=model, optimizer=optimizer)  # noqa: E731
-    if fails:
-        with pytest.raises(KeyError, match="mine"):
-            call()
-    else:
-        call()
+    with pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext():
+        actckpt.estimate(changes_everything, model=model, optimizer=optimizer)
     assert _same(_everything(model, optimizer), objects)
     assert log == [] and not hasattr(model, "cached")
     assert torch.equal(torch.get_rng_state(), random) and torch.get_default_dtype() is dtype
-    after = [*model.state_dict().values(), *(parameter.grad for parameter in model.parameters())]
-    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))  # type: ignore[arg-type]
+    assert_equal(_tensors(model), values)
     assert torch.ones(2).cpu().device.type == "cpu" and torch.ones(2).sum().item() == 2
 
 
@@ -254,25 +254,13 @@ _LAYERS = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in ran
 _X = torch.ones(2, 8)
 
 
-def _forward_only() -> None:
-    _LAYERS(_X)
-
-
-def _item() -> None:
-    _LAYERS(_X).sum().item()
-
-
-def _as_list() -> None:
-    _LAYERS(_X).tolist()
+def _backward() -> None:
+    _LAYERS(_X).sum().backward()
 
 
 def _masked() -> None:
     y = _LAYERS(_X)
     y[y > 0].sum().backward()
-
-
-def _backward() -> None:
-    _LAYERS(_X).sum().backward()
 
 
 def _with_optimizer() -> None:
@@ -281,36 +269,32 @@ def _with_optimizer() -> None:
 
 
 _OUTSIDE = [nn.Parameter(torch.ones(2))]
+_SINGLE = r"offloads single values\. .*measure it with actckpt\.compare"
 
 
 @pytest.mark.parametrize(
     ("step", "options", "message"),
     [
-        (_forward_only, {}, "the step left no gradients in the .* Pass one that runs forward and backward of this"),
-        (_item, {}, r"aten._local_scalar_dense.default in the step \(.*test_estimation.py:\d+\) needs the numbers"),
-        (_as_list, {}, r"needs the numbers of a tensor"),
+        (
+            lambda: _LAYERS(_X),
+            {},
+            "the step left no gradients in the .* Pass one that runs forward and backward of this",
+        ),
+        (
+            lambda: _LAYERS(_X).sum().item(),
+            {},
+            r"aten._local_scalar_dense.default in the step \(.*test_estimation.py:\d+\) needs the numbers",
+        ),
+        (lambda: _LAYERS(_X).tolist(), {}, r"needs the numbers of a tensor"),
         (_masked, {}, r"aten.nonzero.default in the step \(.*test_estimation.py:\d+\) needs the numbers of a tensor"),
         (lambda x: x, {}, "the step is a function that takes arguments"),
         (_backward, {"target": "h10"}, "target='h10' is not known. Pass one of h100, .* Did you mean 'h100'"),
-        (
-            _backward,
-            {"policies": {"mine": {"aten.mm": "offload"}}},
-            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
-        ),
-        (
-            _backward,
-            {"policies": {"mine": "prefer_offload"}},
-            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
-        ),
-        (
-            _backward,
-            {"policies": {"mine": lambda info: "offload"}},
-            r"^estimate: policies\['mine'\] offloads single values\. .*measure it with actckpt\.compare",
-        ),
-        (
-            _backward,
-            {"policies": {"mine": {"policy": None, "offload_inputs": True}}},
-            "has offload_inputs, which moves",
+        *(
+            (_backward, {"policies": {"mine": policy}}, rf"^estimate: policies\['mine'\] {message}")
+            for policy, message in [
+                *((policy, _SINGLE) for policy in ({"aten.mm": "offload"}, "prefer_offload", lambda info: "offload")),
+                ({"policy": None, "offload_inputs": True}, "has offload_inputs, which moves"),
+            ]
         ),
         (
             _backward,
