@@ -128,82 +128,58 @@ def _language(*, rank: int = 0, casts: bool = False) -> nn.Module:
     return Net(run, [_Block(rank=rank) for _ in range(4)], embedding=embedding, head=head)
 
 
-def _trained(model: nn.Module) -> Program:
-    tokens = _tokens()
-    return model, lambda: _loss(model(tokens), tokens).backward()
+def _plainly(model: nn.Module, tokens: Tensor) -> None:
+    _loss(model(tokens), tokens).backward()
 
 
-def _autocast_outside() -> Program:
-    model, tokens = _language(), _tokens()
+def _autocast_outside(model: nn.Module, tokens: Tensor) -> None:
+    with _autocast():
+        loss = _loss(model(tokens), tokens)
+    loss.backward()
 
-    def step() -> None:
-        with _autocast():
-            loss = _loss(model(tokens), tokens)
+
+def _micro_batches_in_one_autocast(model: nn.Module, *batches: Tensor) -> None:
+    with _autocast():
+        for tokens in batches:
+            (_loss(model(tokens), tokens) / len(batches)).backward()
+
+
+def _pairs(model: nn.Module, *batches: Tensor) -> None:
+    better, worse = (_loss(model(tokens), tokens) for tokens in batches)
+    functional.softplus(better - worse).backward()
+
+
+def _chunked_loss(model: nn.Module, tokens: Tensor) -> None:
+    """The loss is computed in chunks, on outputs that are detached."""
+    logits = model(tokens)
+    leaf = logits.detach().requires_grad_()
+    for part, labels in zip(leaf.chunk(4), tokens.chunk(4), strict=True):
+        _loss(part, labels).backward()
+    logits.backward(leaf.grad)
+
+
+def _retained(model: nn.Module, tokens: Tensor) -> None:
+    logits = model(tokens)
+    _loss(logits, tokens).backward(retain_graph=True)
+    (1e-4 * logits.float().square().mean()).backward()
+
+
+def _pipeline(model: nn.Module, *batches: Tensor) -> None:
+    """One forward, one backward, with three forwards alive (1F1B)."""
+    alive: list[Tensor] = []
+    for tokens in batches:
+        alive.append(_loss(model(tokens), tokens))
+        if len(alive) == 3:
+            alive.pop(0).backward()
+    for loss in alive:
         loss.backward()
 
-    return model, step
 
-
-def _micro_batches_in_one_autocast() -> Program:
-    model, batches = _language(), [_tokens(4) for _ in range(3)]
-
-    def step() -> None:
-        with _autocast():
-            for tokens in batches:
-                (_loss(model(tokens), tokens) / 3).backward()
-
-    return model, step
-
-
-def _pairs() -> Program:
-    model, chosen, rejected = _language(), _tokens(4), _tokens(4)
-
-    def step() -> None:
-        better, worse = (_loss(model(tokens), tokens) for tokens in (chosen, rejected))
-        functional.softplus(better - worse).backward()
-
-    return model, step
-
-
-def _chunked_loss() -> Program:
-    """The loss is computed in chunks, on outputs that are detached."""
-    model, tokens = _language(), _tokens()
-
-    def step() -> None:
-        logits = model(tokens)
-        leaf = logits.detach().requires_grad_()
-        for part, labels in zip(leaf.chunk(4), tokens.chunk(4), strict=True):
-            _loss(part, labels).backward()
-        logits.backward(leaf.grad)
-
-    return model, step
-
-
-def _retained() -> Program:
-    model, tokens = _language(), _tokens()
-
-    def step() -> None:
-        logits = model(tokens)
-        _loss(logits, tokens).backward(retain_graph=True)
-        (1e-4 * logits.float().square().mean()).backward()
-
-    return model, step
-
-
-def _pipeline() -> Program:
-    """One forward, one backward, with three forwards alive (1F1B)."""
-    model, batches = _language(), [_tokens(4) for _ in range(5)]
-
-    def step() -> None:
-        alive: list[Tensor] = []
-        for tokens in batches:
-            alive.append(_loss(model(tokens), tokens))
-            if len(alive) == 3:
-                alive.pop(0).backward()
-        for loss in alive:
-            loss.backward()
-
-    return model, step
+def _trained(step: Callable[..., None] = _plainly, *rows: int, **options: Any) -> Program:
+    """Train a language model by a step that gets one batch for each number of rows."""
+    model = _language(**options)
+    batches = [_tokens(num) for num in rows or (8,)]
+    return model, lambda: step(model, *batches)
 
 
 def _translation() -> Program:
@@ -771,15 +747,15 @@ def _residual_network(strides: list[int], between: Callable[[Tensor], Tensor] = 
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "language": lambda: _trained(_language()),
-    "autocast inside": lambda: _trained(_language(casts=True)),
-    "autocast outside": _autocast_outside,
-    "low rank": lambda: _trained(_language(rank=4)),
-    "micro-batches in one autocast": _micro_batches_in_one_autocast,
-    "two forwards in one loss": _pairs,
-    "chunked loss": _chunked_loss,
-    "retained graph": _retained,
-    "pipeline": _pipeline,
+    "language": _trained,
+    "autocast inside": partial(_trained, casts=True),
+    "autocast outside": partial(_trained, _autocast_outside),
+    "low rank": partial(_trained, rank=4),
+    "micro-batches in one autocast": partial(_trained, _micro_batches_in_one_autocast, 4, 4, 4),
+    "two forwards in one loss": partial(_trained, _pairs, 4, 4),
+    "chunked loss": partial(_trained, _chunked_loss),
+    "retained graph": partial(_trained, _retained),
+    "pipeline": partial(_trained, _pipeline, *[4] * 5),
     "encoder and decoder": _translation,
     "skips": _skips,
     "experts": _experts,
