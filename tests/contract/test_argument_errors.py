@@ -87,6 +87,12 @@ _POLICIES: list[tuple[Any, str]] = [
     ({3: "keep"}, "the key 3 of the dict is a int"),
     ({_Rows: "keep"}, "is a type. Pass an actckpt.Place"),
 ]
+_OF_TORCH = {"MUST_SAVE": "KEEP", "PREFER_SAVE": "KEEP", "MUST_RECOMPUTE": "RECOMPUTE", "PREFER_RECOMPUTE": "RECOMPUTE"}
+_OF_TORCH |= {"MUST_CPU_OFFLOAD": "OFFLOAD", "PREFER_CPU_OFFLOAD": "PREFER_OFFLOAD"}
+_POLICIES += [
+    (member, rf"^policy=CheckpointPolicy\.{name} .* Pass actckpt\.Action\.{_OF_TORCH[name]}, or a function")
+    for name, member in CheckpointPolicy.__members__.items()
+]
 _TAKERS: dict[str, Callable[[Any], object]] = {
     "region": lambda policy: actckpt.region(policy),
     "checkpoint": lambda policy: actckpt.checkpoint(torch.exp, _leaf(), policy=policy),
@@ -101,15 +107,6 @@ def test_what_is_nearly_a_policy_is_refused_with_the_policy_that_was_meant(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _TAKERS[taker](policy)
-
-
-@pytest.mark.parametrize("member", list(CheckpointPolicy), ids=lambda member: member.name)
-def test_a_torch_policy_value_is_answered_with_the_action_it_stands_for(member: CheckpointPolicy) -> None:
-    name = {"SAVE": "KEEP", "RECOMPUTE": "RECOMPUTE", "CPU_OFFLOAD": "OFFLOAD"}[member.name.partition("_")[2]]
-    name = "PREFER_OFFLOAD" if member.name == "PREFER_CPU_OFFLOAD" else name
-    message = rf"^policy=CheckpointPolicy\.{member.name} .* Pass actckpt\.Action\.{name}, or a function"
-    with pytest.raises(ValueError, match=message):
-        actckpt.checkpoint(torch.exp, _leaf(), policy=member)
 
 
 @pytest.mark.parametrize("answer", ["keep", "recompute"])
@@ -206,6 +203,24 @@ def _calls_layer(**options: Any) -> Callable[[], object]:
     return lambda: _checkpoint(_LAYER, _leaf(), **options)
 
 
+def _reports(**options: Any) -> Callable[[], object]:
+    def call() -> None:
+        model = _model()
+        actckpt.apply(model)
+        actckpt.report(model, **options)
+
+    return call
+
+
+def _explains(wrong: Any) -> Callable[[], object]:
+    def call() -> None:
+        with actckpt.region() as region:
+            _leaf().exp()
+        region.report(explain=wrong)
+
+    return call
+
+
 def _compares(policies: dict[str, Any]) -> Callable[[], object]:
     return lambda: actckpt.compare(_no_step, model=_model(), policies=policies)
 
@@ -250,6 +265,7 @@ _plans: Any = partial(_measures, model=_model())
 _decorates = partial(_checkpoint, None)
 _in_segments: Any = partial(_sequential, [torch.sin] * 4, 2, _leaf())
 _OF_META = r"parameter '0\.0\.weight' is on the meta device.*actckpt\.estimate"
+_NUM_ROWS = "Pass the number of rows, from 1 on, or None"
 _NOT_A_FUNCTION = r"5 is not a function to decorate\. Put @actckpt\."
 #: Calls that raise a `ValueError`, and its message.
 _WRONG_VALUES: list[tuple[Callable[[], object], str]] = [
@@ -302,6 +318,10 @@ _WRONG_VALUES: list[tuple[Callable[[], object], str]] = [
     ),
     (_applies(race=False), r"option race for .*\. With a budget in place of a policy it is one\. Known: "),
     *[(_applies(**o), rf"unknown option .*\. Did you mean {m}\? Known: .*activation_budget, bu") for o, m in _OF_APPLY],
+    # report
+    (_reports(group_by="modules"), r"^report: group_by='modules'\. Pass 'operator', 'module' or 'type'"),
+    (_reports(group_by="modul"), r"^report: group_by='modul'\. .* Did you mean 'module'\?$"),
+    *[(_reports(top=top), rf"^report: top={top!r}\. {_NUM_ROWS}") for top in (0, -1, "a", 2.5, True)],
     # budgets, plans, pins
     (_plans, "neither of budget and activation_budget"),
     *[(call, message) for options, message in _BUDGETS for call in (partial(_plans, **options), _applies(**options))],
@@ -339,6 +359,7 @@ _WRONG_TYPES: list[tuple[Callable[[], object], str]] = [
     *[(partial(_checkpoint, torch.nn.Linear, 4, 4, **keywords), _IS_A_CLASS) for keywords in ({}, {"bias": True})],
     (lambda: actckpt.checkpoint()(5), _NOT_A_FUNCTION),  # type: ignore[arg-type]
     (lambda: actckpt.offload()(5), _NOT_A_FUNCTION),  # type: ignore[arg-type]
+    *[(_explains(wrong), "takes a tensor of the region") for wrong in ("x", 0, [])],
     (
         partial(_sequential, 2, _model(), _leaf()),
         "^checkpoint_sequential: functions is a int. Pass a Sequential or a list of",
@@ -399,41 +420,12 @@ def test_apply_checks_options_before_it_patches(options: dict[str, Any]) -> None
     assert actckpt.apply(model) == ("0", "1")
 
 
-@pytest.mark.parametrize("wrong", ["x", 0, []])
-def test_report_explains_tensors_only(wrong: Any) -> None:
-    with actckpt.region() as region:
-        _leaf().exp()
-    with pytest.raises(TypeError, match="takes a tensor of the region"):
-        region.report(explain=wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"group_by": "modules"}, r"^report: group_by='modules'\. Pass 'operator', 'module' or 'type'"),
-        ({"group_by": "modul"}, r"^report: group_by='modul'\. .* Did you mean 'module'\?$"),
-        *[
-            ({"top": wrong}, rf"^report: top={wrong!r}\. Pass the number of rows, from 1 on, or None")
-            for wrong in (0, -1, "a", 2.5, True)
-        ],
-    ],
-)
-def test_rows_of_a_report_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
-    model = _model()
-    actckpt.apply(model)
-    with pytest.raises(ValueError, match=message):
-        actckpt.report(model, **options)
-
-
 def test_a_folder_that_cannot_be_written_to_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "nowhere", tmp_path / "file", ""):
         with pytest.raises(ValueError, match=r"^configure: spill_dir='.*' is not a folder that can be written to.*\.$"):
             actckpt.configure(spill_dir=folder)
-
-
-def test_a_folder_given_as_bytes_is_that_folder(tmp_path: Path) -> None:
-    assert actckpt.configure(spill_dir=os.fsencode(tmp_path)).spill_dir == str(tmp_path)
+    assert actckpt.configure(spill_dir=os.fsencode(tmp_path)).spill_dir == str(tmp_path)  # bytes are a folder, too
 
 
 def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0, budget: int = 0) -> torch.Tensor:

@@ -227,25 +227,29 @@ def _recurrent(w: Tensor) -> Tensor:
     return lstm(torch.randn(4, 2, 8) * w.sum())[0].sum() * w
 
 
-def _set(name: str) -> list[Pair]:
-    """Return what sets a setting for the forward and for the backward, and the other way round."""
-    return [RESTORED[f"torch.{name}"], RESTORED[f"torch.{name}"][::-1]]
+def _pair(name: str) -> Pair:
+    return RESTORED[f"torch.{name}"]
 
 
-_ONEDNN = [*_set("backends.mkldnn.enabled")[:1], *_set("backends.mkldnn.flags")[:1]]
+def _both_ways(name: str) -> list[Pair]:
+    return [_pair(name), _pair(name)[::-1]]
+
+
+_ONEDNN = [_pair("backends.mkldnn.enabled"), _pair("backends.mkldnn.flags")]
 _DTYPES = [(torch.bfloat16, torch.float16), (torch.float32, torch.float64), (torch.float64, torch.bfloat16)]
+#: Programs, and what sets their settings for the forward and for the backward.
 PROGRAMS: dict[str, tuple[Any, list[Pair]]] = {
-    "default dtype": (_integers, [tuple(call(torch.set_default_dtype, each) for each in pair) for pair in _DTYPES]),
-    "factories": (_factory, [*_set("set_default_dtype")[:1], *_set("set_default_tensor_type")[1:]]),
-    "denormals": (_tiny, _set("set_flush_denormal")),
+    "default dtype": (_integers, [tuple(call(torch.set_default_dtype, dtype) for dtype in both) for both in _DTYPES]),
+    "factories": (_factory, [_pair("set_default_dtype"), _pair("set_default_tensor_type")[::-1]]),
+    "denormals": (_tiny, _both_ways("set_flush_denormal")),
     "matmul": (
         _matmul,
-        [*_set("set_float32_matmul_precision"), *_set("backends.mkldnn.matmul.fp32_precision")[:1], *_ONEDNN],
+        [*_both_ways("set_float32_matmul_precision"), _pair("backends.mkldnn.matmul.fp32_precision"), *_ONEDNN],
     ),
-    "convolution": (_convolution, [*_ONEDNN, *_set("backends.mkldnn.conv.fp32_precision")[:1]]),
-    "reduction": (_reduction, _set("set_num_threads")),
-    "elements": (_ends, _set("set_num_threads")),
-    "recurrent": (_recurrent, [*_ONEDNN[:1], *_set("backends.mkldnn.rnn.fp32_precision")[:1]]),
+    "convolution": (_convolution, [*_ONEDNN, _pair("backends.mkldnn.conv.fp32_precision")]),
+    "reduction": (_reduction, _both_ways("set_num_threads")),
+    "elements": (_ends, _both_ways("set_num_threads")),
+    "recurrent": (_recurrent, [_pair("backends.mkldnn.enabled"), _pair("backends.mkldnn.rnn.fp32_precision")]),
 }
 
 
