@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import actckpt
 
-__all__ = ["BESIDE", "PROGRAMS", "Configured", "Net", "Program", "beside"]
+__all__ = ["BESIDE", "PROGRAMS", "Configured", "Net", "Program", "Residual", "beside", "chain"]
 
 #: A model, and its step. The step sets no gradients to None.
 Program = tuple[nn.Module, Callable[[], object]]
@@ -42,7 +42,8 @@ def _mlps(num: int = 4, width: int = _WIDTH) -> list[nn.Module]:
     return [Mlp(width) for _ in range(num)]
 
 
-def _chain(net: Any, x: Tensor) -> Tensor:
+def chain(net: Any, x: Tensor) -> Tensor:
+    """Run one block after the other."""
     for block in net.blocks:
         x = block(x)
     return x
@@ -119,7 +120,7 @@ def _language(*, rank: int = 0, casts: bool = False) -> nn.Module:
 
     def run(net: Any, tokens: Tensor) -> Tensor:
         with _autocast(casts):
-            return net.head(_chain(net, net.embedding(tokens)))
+            return net.head(chain(net, net.embedding(tokens)))
 
     embedding, head = nn.Embedding(_VOCABULARY, _WIDTH), nn.Linear(_WIDTH, _VOCABULARY, bias=False)
     head.weight = embedding.weight
@@ -127,82 +128,58 @@ def _language(*, rank: int = 0, casts: bool = False) -> nn.Module:
     return Net(run, [_Block(rank=rank) for _ in range(4)], embedding=embedding, head=head)
 
 
-def _trained(model: nn.Module) -> Program:
-    tokens = _tokens()
-    return model, lambda: _loss(model(tokens), tokens).backward()
+def _plainly(model: nn.Module, tokens: Tensor) -> None:
+    _loss(model(tokens), tokens).backward()
 
 
-def _autocast_outside() -> Program:
-    model, tokens = _language(), _tokens()
+def _autocast_outside(model: nn.Module, tokens: Tensor) -> None:
+    with _autocast():
+        loss = _loss(model(tokens), tokens)
+    loss.backward()
 
-    def step() -> None:
-        with _autocast():
-            loss = _loss(model(tokens), tokens)
+
+def _micro_batches_in_one_autocast(model: nn.Module, *batches: Tensor) -> None:
+    with _autocast():
+        for tokens in batches:
+            (_loss(model(tokens), tokens) / len(batches)).backward()
+
+
+def _pairs(model: nn.Module, *batches: Tensor) -> None:
+    better, worse = (_loss(model(tokens), tokens) for tokens in batches)
+    functional.softplus(better - worse).backward()
+
+
+def _chunked_loss(model: nn.Module, tokens: Tensor) -> None:
+    """The loss is computed in chunks, on outputs that are detached."""
+    logits = model(tokens)
+    leaf = logits.detach().requires_grad_()
+    for part, labels in zip(leaf.chunk(4), tokens.chunk(4), strict=True):
+        _loss(part, labels).backward()
+    logits.backward(leaf.grad)
+
+
+def _retained(model: nn.Module, tokens: Tensor) -> None:
+    logits = model(tokens)
+    _loss(logits, tokens).backward(retain_graph=True)
+    (1e-4 * logits.float().square().mean()).backward()
+
+
+def _pipeline(model: nn.Module, *batches: Tensor) -> None:
+    """One forward, one backward, with three forwards alive (1F1B)."""
+    alive: list[Tensor] = []
+    for tokens in batches:
+        alive.append(_loss(model(tokens), tokens))
+        if len(alive) == 3:
+            alive.pop(0).backward()
+    for loss in alive:
         loss.backward()
 
-    return model, step
 
-
-def _micro_batches_in_one_autocast() -> Program:
-    model, batches = _language(), [_tokens(4) for _ in range(3)]
-
-    def step() -> None:
-        with _autocast():
-            for tokens in batches:
-                (_loss(model(tokens), tokens) / 3).backward()
-
-    return model, step
-
-
-def _pairs() -> Program:
-    model, chosen, rejected = _language(), _tokens(4), _tokens(4)
-
-    def step() -> None:
-        better, worse = (_loss(model(tokens), tokens) for tokens in (chosen, rejected))
-        functional.softplus(better - worse).backward()
-
-    return model, step
-
-
-def _chunked_loss() -> Program:
-    """The loss is computed in chunks, on outputs that are detached."""
-    model, tokens = _language(), _tokens()
-
-    def step() -> None:
-        logits = model(tokens)
-        leaf = logits.detach().requires_grad_()
-        for part, labels in zip(leaf.chunk(4), tokens.chunk(4), strict=True):
-            _loss(part, labels).backward()
-        logits.backward(leaf.grad)
-
-    return model, step
-
-
-def _retained() -> Program:
-    model, tokens = _language(), _tokens()
-
-    def step() -> None:
-        logits = model(tokens)
-        _loss(logits, tokens).backward(retain_graph=True)
-        (1e-4 * logits.float().square().mean()).backward()
-
-    return model, step
-
-
-def _pipeline() -> Program:
-    """One forward, one backward, with three forwards alive (1F1B)."""
-    model, batches = _language(), [_tokens(4) for _ in range(5)]
-
-    def step() -> None:
-        alive: list[Tensor] = []
-        for tokens in batches:
-            alive.append(_loss(model(tokens), tokens))
-            if len(alive) == 3:
-                alive.pop(0).backward()
-        for loss in alive:
-            loss.backward()
-
-    return model, step
+def _trained(step: Callable[..., None] = _plainly, *rows: int, **options: Any) -> Program:
+    """Train a language model by a step that gets one batch for each number of rows."""
+    model = _language(**options)
+    batches = [_tokens(num) for num in rows or (8,)]
+    return model, lambda: step(model, *batches)
 
 
 def _translation() -> Program:
@@ -223,12 +200,12 @@ def _translation() -> Program:
 
 
 def _experts() -> Program:
-    return _squares(Net(_chain, [_Expert() for _ in range(4)]), torch.randn(8, 64, _WIDTH))
+    return _squares(Net(chain, [_Expert() for _ in range(4)]), torch.randn(8, 64, _WIDTH))
 
 
 def _forces() -> Program:
     """The loss contains a gradient of the output: backward runs through a backward."""
-    model, positions = Net(_chain, [_tanh(_WIDTH) for _ in range(4)]), torch.randn(256, _WIDTH).requires_grad_()
+    model, positions = Net(chain, [_tanh(_WIDTH) for _ in range(4)]), torch.randn(256, _WIDTH).requires_grad_()
 
     def step() -> None:
         positions.grad = None
@@ -246,7 +223,7 @@ def _classified(backward: Callable[[dict[str, Tensor]], object]) -> Program:
     """The model returns its loss beside its wide outputs, as models of Transformers do."""
 
     def run(net: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        outputs = net.head(_chain(net, x))
+        outputs = net.head(chain(net, x))
         return {"loss": functional.cross_entropy(outputs, labels), "outputs": outputs}
 
     model = Net(run, _mlps(), head=nn.Linear(_WIDTH, 1024))
@@ -338,7 +315,7 @@ def _outside(where: str) -> Program:
 
 
 def _between(net: Any, x: Tensor) -> Tensor:
-    x = _chain(net, net.first(x) if hasattr(net, "first") else x)
+    x = chain(net, net.first(x) if hasattr(net, "first") else x)
     return net.last(x) if hasattr(net, "last") else x
 
 
@@ -516,7 +493,7 @@ def _changed_in_place(block: Any, x: Tensor) -> Tensor:
 def _written_view(net: Any, x: Tensor) -> Tensor:
     h = net.first(x)[:32]
     h[0] = 0
-    return _chain(net, h)
+    return chain(net, h)
 
 
 class Configured(nn.Module):
@@ -557,7 +534,7 @@ _HELD: dict[str, dict[str, Callable[[Any, Tensor], Tensor]]] = {
 
 def _held(name: str) -> Program:
     actckpt.configure(opaque=["budget_programs.twice"])
-    model, x = Net(_chain, [Configured(**_HELD[name]) for _ in range(6)]), torch.randn(256, _WIDTH)
+    model, x = Net(chain, [Configured(**_HELD[name]) for _ in range(6)]), torch.randn(256, _WIDTH)
 
     def step() -> None:
         for block in model.blocks:
@@ -610,7 +587,7 @@ def _of_beside(kind: str) -> Program:
 # Autocast.
 
 
-def _casting(after: str, *rows: int, run: Callable[..., Tensor] = _chain, num: int = 6, **others: nn.Module) -> Program:
+def _casting(after: str, *rows: int, run: Callable[..., Tensor] = chain, num: int = 6, **others: nn.Module) -> Program:
     """Autocast ends after each block, the forward, the call of the model, its backward, or the whole step."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
@@ -651,7 +628,7 @@ def _weights_again(net: Any, x: Tensor) -> Tensor:
 
 def _tied_head(net: Any, x: Tensor) -> Tensor:
     """Read the weight of the embedding, whose gradient is there at the end, with the cast for the head."""
-    x = _chain(net, x + net.embedding(torch.arange(len(x))))
+    x = chain(net, x + net.embedding(torch.arange(len(x))))
     return functional.linear(x, net.embedding.weight).float().logsumexp(-1)
 
 
@@ -668,7 +645,7 @@ def _all_read(net: Any, x: Tensor) -> Tensor:
 
 def _together(*rows: int, is_summed: bool) -> Program:
     """All forwards, then their backwards, or one of their sum."""
-    model, inputs = Net(_chain, _mlps(6, 64)), [torch.randn(num, 64) for num in rows]
+    model, inputs = Net(chain, _mlps(6, 64)), [torch.randn(num, 64) for num in rows]
 
     def step() -> None:
         losses = [model(x).square().mean() for x in inputs]
@@ -680,7 +657,7 @@ def _together(*rows: int, is_summed: bool) -> Program:
 
 def _again(kind: str) -> Program:
     """Backward retains the graph of its loss, and that is read again."""
-    model, x = Net(lambda net, x: net.head(_chain(net, x)), _mlps(6, 64), head=nn.Linear(64, 2)), torch.randn(512, 64)
+    model, x = Net(lambda net, x: net.head(chain(net, x)), _mlps(6, 64), head=nn.Linear(64, 2)), torch.randn(512, 64)
 
     def step() -> None:
         found = model(x).square()
@@ -695,7 +672,7 @@ def _again(kind: str) -> Program:
 
 def _penalized(kind: str) -> Program:
     """The loss of a critic, with a penalty on its gradient at inputs: backward runs through a backward."""
-    model = Net(lambda net, x: net.head(_chain(net, x)), [Configured(16) for _ in range(5)], head=nn.Linear(16, 1))
+    model = Net(lambda net, x: net.head(chain(net, x)), [Configured(16) for _ in range(5)], head=nn.Linear(16, 1))
     x = torch.randn(64, 16)
 
     def penalty() -> Tensor:
@@ -717,7 +694,7 @@ def _penalized(kind: str) -> Program:
 # Images.
 
 
-class _Residual(nn.Module):
+class Residual(nn.Module):
     """A block of a residual network, that may halve the size of the image; its ReLU saves what the block returns."""
 
     def __init__(self, channels: int, stride: int = 1) -> None:
@@ -753,7 +730,7 @@ def _skips() -> Program:
         return net.head(x)
 
     others = {"stem": nn.Conv2d(3, 8, 3, padding=1), "head": nn.Conv2d(8, 3, 1)}
-    return _squares(Net(run, [_Residual(8) for _ in range(6)], **others), torch.randn(4, 3, 24, 24))
+    return _squares(Net(run, [Residual(8) for _ in range(6)], **others), torch.randn(4, 3, 24, 24))
 
 
 def _residual_network(strides: list[int], between: Callable[[Tensor], Tensor] = lambda x: x) -> Program:
@@ -764,28 +741,28 @@ def _residual_network(strides: list[int], between: Callable[[Tensor], Tensor] = 
         return net.head(x.mean((2, 3)))
 
     channels = list(itertools.accumulate([16, *strides], operator.mul))
-    blocks = [_Residual(*each) for each in zip(channels, strides, strict=False)]
+    blocks = [Residual(*each) for each in zip(channels, strides, strict=False)]
     others = {"stem": nn.Conv2d(3, 16, 7, 2, 3), "head": nn.Linear(channels[-1], 10)}
     return _squares(Net(run, blocks, **others), torch.randn(4, 3, 48, 48))
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "language": lambda: _trained(_language()),
-    "autocast inside": lambda: _trained(_language(casts=True)),
-    "autocast outside": _autocast_outside,
-    "low rank": lambda: _trained(_language(rank=4)),
-    "micro-batches in one autocast": _micro_batches_in_one_autocast,
-    "two forwards in one loss": _pairs,
-    "chunked loss": _chunked_loss,
-    "retained graph": _retained,
-    "pipeline": _pipeline,
+    "language": _trained,
+    "autocast inside": partial(_trained, casts=True),
+    "autocast outside": partial(_trained, _autocast_outside),
+    "low rank": partial(_trained, rank=4),
+    "micro-batches in one autocast": partial(_trained, _micro_batches_in_one_autocast, 4, 4, 4),
+    "two forwards in one loss": partial(_trained, _pairs, 4, 4),
+    "chunked loss": partial(_trained, _chunked_loss),
+    "retained graph": partial(_trained, _retained),
+    "pipeline": partial(_trained, _pipeline, *[4] * 5),
     "encoder and decoder": _translation,
     "skips": _skips,
     "experts": _experts,
     "forces": _forces,
     "residual network": partial(_residual_network, [1, 2, 1, 2, 1]),
     "residual blocks with tanh between": partial(_residual_network, [1] * 5, torch.tanh),
-    "kernels of two sizes": lambda: _squares(Net(_chain, map(_Convolved, (3, 3, 9, 9))), torch.randn(2, 16, 8, 8)),
+    "kernels of two sizes": lambda: _squares(Net(chain, map(_Convolved, (3, 3, 9, 9))), torch.randn(2, 16, 8, 8)),
     "written view": lambda: _squares(Net(_written_view, _mlps(), first=nn.Linear(32, 32)), torch.randn(64, 32)),
     "large weight before blocks": lambda: _squares(
         Net(_between, _mlps(), first=nn.Linear(4096, 32)), torch.ones(8, 4096)

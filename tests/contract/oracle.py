@@ -45,6 +45,26 @@ ours = actckpt.checkpoint
 BOTH = {"torch": theirs, "actckpt": ours}
 
 
+def in_region(policy: Any = "recompute") -> Checkpoint:
+    """Return a method that calls a function inside of a region."""
+
+    def method(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with actckpt.region(policy):
+            return function(*args, **kwargs)
+
+    return method
+
+
+def in_offload(method: Checkpoint = plain, **options: Any) -> Checkpoint:
+    """Return a method that calls another one inside of `offload`, which moves tensors of all sizes."""
+
+    def offloaded(*args: Any, **kwargs: Any) -> Any:
+        with actckpt.offload(**{"min_bytes": 0, **options}):
+            return method(*args, **kwargs)
+
+    return offloaded
+
+
 class Log:
     """What runs of a function append, reruns too, which undo what they do to a list.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import on_device
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import actckpt
 from actckpt.memory import LiveStorages
 
-__all__ = ["Peak", "counted", "smallest_budget", "sum_of_small_gradients"]
+__all__ = ["Peak", "apply_budget", "counted", "measured", "plan_of", "smallest_budget", "sum_of_small_gradients"]
 
 
 class Peak:
@@ -38,6 +39,28 @@ def counted(model: torch.nn.Module, *, total: bool, held: Iterable[Tensor] = ())
     with LiveStorages(parameters=() if total else model.parameters()) as live:
         yield found
     found.peak_bytes = live.peak_bytes + (sum(tensor.nbytes for tensor in held) if total else 0)
+
+
+def measured(model: torch.nn.Module, run: Callable[[], object]) -> tuple[list[Tensor], int]:
+    """Run a step without gradients before it, from one seed; return its gradients and the peak of activations."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with LiveStorages(parameters=model.parameters()) as live:
+        run()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], live.peak_bytes
+
+
+def apply_budget(model: torch.nn.Module, budget: float | str, **options: Any) -> None:
+    """Give activations a budget that no trials follow and that raises where it is too small."""
+    budget = budget if isinstance(budget, str) else int(budget)
+    actckpt.apply(model, activation_budget=budget, **{"race": False, "on_infeasible": "raise", **options})
+
+
+def plan_of(model: torch.nn.Module) -> actckpt.Plan:
+    """Return the plan that a model with a budget has."""
+    plan = actckpt.report(model).plan
+    assert plan is not None
+    return plan
 
 
 def smallest_budget(train: Callable[[], object]) -> int:

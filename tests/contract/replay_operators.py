@@ -332,9 +332,7 @@ _FACTORIES: dict[str, Operator] = {
     "tensor": lambda p, a, b, c: torch.tensor([[0.5, c], [1.0, -1.0]]) * real(at(p, a)).sum(),
     "eye": lambda p, a, b, c: torch.eye(4) + _square(p, a),
     "full like": _unary(lambda t: torch.full_like(t, 0.3)),
-    "numpy": lambda p, a, b, c: (
-        torch.from_numpy(memory_of(torch.arange(16.0).view(4, 4)) * (c + 1)).to(on_device.device_type) * _square(p, a)
-    ),
+    "numpy": lambda p, a, b, c: _of_numpy(c) * _square(p, a),
     "buffer": _into_buffer,
     "part of buffer": _into_part_of_buffer,
     "rows into buffer": _by_rows_or_columns,

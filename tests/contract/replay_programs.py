@@ -57,20 +57,8 @@ def policy_of(kind: str, seed: int) -> Any:
 
     actions = list(actckpt.Action)
     if kind == "per op":
-        names = (
-            "mul",
-            "sin",
-            "cos",
-            "mm",
-            "add",
-            "tanh",
-            "clone",
-            "relu",
-            "sigmoid",
-            "copy_",
-            "mul_",
-            "native_dropout",
-        )
+        names = ["mul", "sin", "cos", "mm", "add", "tanh", "clone", "relu", "sigmoid"]
+        names += ["copy_", "mul_", "native_dropout"]
         drawn_names = [name for name in names if drawn(name) % 4]
         of_op = {getattr(torch.ops.aten, name): actions[drawn(name, "action") % 4] for name in drawn_names}
         return actckpt.policies.PerOp(of_op, actions[seed % 4])

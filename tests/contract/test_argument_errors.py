@@ -87,6 +87,12 @@ _POLICIES: list[tuple[Any, str]] = [
     ({3: "keep"}, "the key 3 of the dict is a int"),
     ({_Rows: "keep"}, "is a type. Pass an actckpt.Place"),
 ]
+_OF_TORCH = {"MUST_SAVE": "KEEP", "PREFER_SAVE": "KEEP", "MUST_RECOMPUTE": "RECOMPUTE", "PREFER_RECOMPUTE": "RECOMPUTE"}
+_OF_TORCH |= {"MUST_CPU_OFFLOAD": "OFFLOAD", "PREFER_CPU_OFFLOAD": "PREFER_OFFLOAD"}
+_POLICIES += [
+    (member, rf"^policy=CheckpointPolicy\.{name} .* Pass actckpt\.Action\.{_OF_TORCH[name]}, or a function")
+    for name, member in CheckpointPolicy.__members__.items()
+]
 _TAKERS: dict[str, Callable[[Any], object]] = {
     "region": lambda policy: actckpt.region(policy),
     "checkpoint": lambda policy: actckpt.checkpoint(torch.exp, _leaf(), policy=policy),
@@ -101,15 +107,6 @@ def test_what_is_nearly_a_policy_is_refused_with_the_policy_that_was_meant(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _TAKERS[taker](policy)
-
-
-@pytest.mark.parametrize("member", list(CheckpointPolicy), ids=lambda member: member.name)
-def test_a_torch_policy_value_is_answered_with_the_action_it_stands_for(member: CheckpointPolicy) -> None:
-    name = {"SAVE": "KEEP", "RECOMPUTE": "RECOMPUTE", "CPU_OFFLOAD": "OFFLOAD"}[member.name.partition("_")[2]]
-    name = "PREFER_OFFLOAD" if member.name == "PREFER_CPU_OFFLOAD" else name
-    message = rf"^policy=CheckpointPolicy\.{member.name} .* Pass actckpt\.Action\.{name}, or a function"
-    with pytest.raises(ValueError, match=message):
-        actckpt.checkpoint(torch.exp, _leaf(), policy=member)
 
 
 @pytest.mark.parametrize("answer", ["keep", "recompute"])
@@ -206,6 +203,28 @@ def _calls_layer(**options: Any) -> Callable[[], object]:
     return lambda: _checkpoint(_LAYER, _leaf(), **options)
 
 
+def _reports(**options: Any) -> Callable[[], object]:
+    def call() -> None:
+        model = _model()
+        actckpt.apply(model)
+        actckpt.report(model, **options)
+
+    return call
+
+
+def _explains(wrong: Any) -> Callable[[], object]:
+    def call() -> None:
+        with actckpt.region() as region:
+            _leaf().exp()
+        region.report(explain=wrong)
+
+    return call
+
+
+def _compares(policies: dict[str, Any]) -> Callable[[], object]:
+    return lambda: actckpt.compare(_no_step, model=_model(), policies=policies)
+
+
 def _without_grad(call: Callable[[], object]) -> Callable[[], object]:
     return torch.no_grad()(lambda: call())  # type: ignore[no-any-return]
 
@@ -236,210 +255,145 @@ _OF_APPLY: list[tuple[dict[str, Any], str]] = [
 _DECORATOR = "no function was given, but"
 _SETTING: dict[str, Any] = {"spil_dir": "x"}
 _STORE = "Pass 'auto', 'host' or 'disk'"
+_NO_STORE = r"^offload: to is a \w+, not a store\. .* with actckpt\.offload\(\): .*\.apply\(model, policy='offload'\)"
 _SIZES: list[Any] = [None, -1, 1.5, True, "", "x", "-1MiB", "1 parsec", "1MiBiB", [], b"1"]
-#: What is called, the error and its message.
-_CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
+_PLAN_OPTIONS: dict[str, tuple[Any, str]] = {
+    "plan": (_plan(), r"^{name} is a Plan, .*: actckpt\.apply\(model, policy=plan\)\.$"),
+    "path": ("plan.json", r"^{name}='plan\.json' is a path.*actckpt\.Plan\.load\('plan\.json'\)"),
+}
+_plans: Any = partial(_measures, model=_model())
+_decorates = partial(_checkpoint, None)
+_in_segments: Any = partial(_sequential, [torch.sin] * 4, 2, _leaf())
+_OF_META = r"parameter '0\.0\.weight' is on the meta device.*actckpt\.estimate"
+_NUM_ROWS = "Pass the number of rows, from 1 on, or None"
+_NOT_A_FUNCTION = r"5 is not a function to decorate\. Put @actckpt\."
+#: Calls that raise a `ValueError`, and its message.
+_WRONG_VALUES: list[tuple[Callable[[], object], str]] = [
     # PerOp and region
-    (lambda: PerOp(["aten.mm"]), ValueError, r"^PerOp: .* is a list\. Pass a dict .*; .* itself as policy\.$"),  # type: ignore[arg-type]
-    (lambda: PerOp({"aten.mm": "matmuls"}), ValueError, r"the action of aten\.mm='matmuls' is not an action"),  # type: ignore[dict-item]
-    (lambda: _region(_plan()), ValueError, r"^policy is a Plan, which .*: actckpt\.apply\(model, policy=plan\)\.$"),
+    (lambda: PerOp(["aten.mm"]), r"^PerOp: .* is a list\. Pass a dict .*; .* itself as policy\.$"),  # type: ignore[arg-type]
+    (lambda: PerOp({"aten.mm": "matmuls"}), r"the action of aten\.mm='matmuls' is not an action"),  # type: ignore[dict-item]
+    (lambda: _region(_plan()), r"^policy is a Plan, which .*: actckpt\.apply\(model, policy=plan\)\.$"),
     # checkpoint
-    (_checkpoints(use_reentrant=True), ValueError, "use_reentrant=False"),
-    (_checkpoints(policy="nothing"), ValueError, "recompute"),
-    (_checkpoints(determinism_check="sometimes"), ValueError, "'none'"),
-    (_checkpoints(debug=True, context_fn=lambda: (contextlib.nullcontext(),) * 2), ValueError, "Drop one"),
-    (_checkpoints(policy="keep", context_fn=lambda: None), ValueError, "policy= and context_fn="),
-    *[
-        (_checkpoints(context_fn=lambda o=o: o), TypeError, "^checkpoint: context_fn returned .* two context managers")
-        for o in (3, None, (torch.enable_grad(),))
-    ],
-    *[
-        (_checkpoints(rng_trackers=o), TypeError, "^checkpoint: rng_trackers=.* a list of functions that return track")
-        for o in (_model, [3], ["get_cuda_rng_tracker"])
-    ],
-    *[(_calls_layer(**keywords), TypeError, message) for keywords, message in _MISSPELT],
-    *[(_without_grad(_calls_layer(**keywords)), TypeError, message) for keywords, message in _MISSPELT],
-    (_calls_layer(blocks=3), TypeError, r"forward\(\) got an unexpected keyword argument 'blocks'"),
-    (
-        lambda: _checkpoint(_LAYER(_leaf())),
-        TypeError,
-        r"a tensor of shape \(2, 4\) is not a function\. Pass it uncalled.*\(layer, x\)",
-    ),
-    (
-        lambda: _checkpoint(_leaf(), _LAYER),
-        TypeError,
-        r"a tensor .* is not a function\. The function comes first: .*\(layer, x\)",
-    ),
-    *[
-        (
-            partial(_checkpoint, torch.nn.Linear, 4, 4, **keywords),
-            TypeError,
-            r"^checkpoint: Linear is a class of modules.*checkpoint\(layer, x\) with",
-        )
-        for keywords in ({}, {"bias": True})
-    ],
-    (partial(_checkpoint, None, depth=1), ValueError, _DECORATOR),
-    (partial(_checkpoint, None, 3), ValueError, _DECORATOR),
-    (partial(_checkpoint, use_reentrent=False), ValueError, r"keyword 'use_reentrent'.* Did you mean use_reentrant\?$"),
-    (partial(_checkpoint, budget="1GiB"), ValueError, r"keyword 'budget'.* actckpt\.apply\(model, budget=\.\.\.\)\.$"),
-    (partial(_checkpoint, use_reentrant=True), ValueError, "use_reentrant=True is not supported"),
-    (partial(_checkpoint, determinism_check="sometimes"), ValueError, "determinism_check"),
-    (lambda: actckpt.checkpoint()(5), TypeError, r"5 is not a function to decorate\. Put @actckpt\."),  # type: ignore[arg-type]
+    (_checkpoints(use_reentrant=True), "use_reentrant=False"),
+    (_checkpoints(policy="nothing"), "recompute"),
+    (_checkpoints(determinism_check="sometimes"), "'none'"),
+    (_checkpoints(debug=True, context_fn=lambda: (contextlib.nullcontext(),) * 2), "Drop one"),
+    (_checkpoints(policy="keep", context_fn=lambda: None), "policy= and context_fn="),
+    (partial(_decorates, depth=1), _DECORATOR),
+    (partial(_decorates, 3), _DECORATOR),
+    (partial(_checkpoint, use_reentrent=False), r"keyword 'use_reentrent'.* Did you mean use_reentrant\?$"),
+    (partial(_checkpoint, budget="1GiB"), r"keyword 'budget'.* actckpt\.apply\(model, budget=\.\.\.\)\.$"),
+    (partial(_checkpoint, use_reentrant=True), "use_reentrant=True is not supported"),
+    (partial(_checkpoint, determinism_check="sometimes"), "determinism_check"),
     # checkpoint_sequential
-    *[
-        (partial(_sequential, [torch.sin] * 4, segments, _leaf()), ValueError, f"segments={segments} does not fit 4")
-        for segments in (0, -1, 5)
-    ],
-    (partial(_sequential, [torch.sin] * 4, 2, _leaf(), unknown_keyword=1), ValueError, "unknown_keyword"),
-    (partial(_sequential, [torch.sin] * 4, 2, _leaf(), use_reentrant=True), ValueError, "use_reentrant"),
-    (
-        partial(_sequential, _model(), 2, _leaf(), budget="1GiB"),
-        ValueError,
-        r"arguments budget\..* actckpt\.apply\(model, budget=\.\.\.\)\.$",
-    ),
-    (
-        partial(_sequential, 2, _model(), _leaf()),
-        TypeError,
-        r"^checkpoint_sequential: functions is a int\. Pass a Sequential or a list of",
-    ),
+    *[(partial(_sequential, [torch.sin] * 4, n, _leaf()), f"segments={n} does not fit 4") for n in (0, -1, 5)],
+    (partial(_in_segments, unknown_keyword=1), "unknown_keyword"),
+    (partial(_in_segments, use_reentrant=True), "use_reentrant"),
+    (partial(_in_segments, budget="1GiB"), r"arguments budget\..* actckpt\.apply\(model, budget=\.\.\.\)\.$"),
     (
         partial(_sequential, _model(), "2", _leaf()),
-        ValueError,
-        r"^checkpoint_sequential: segments='2' does not fit \d+ functions\. Pass a num",
+        r"^checkpoint_sequential: segments='2' does not fit \d+ func.*Pass a num",
     ),
     # offload and configure
-    *[(partial(_offload, to), ValueError, _STORE) for to in ("gpu", None, "", "Disk", 1)],
-    *[
-        (
-            partial(_offload, to),
-            ValueError,
-            r"^offload: to is a \w+, not a store\. .* with actckpt\.offload\(\): .*\.apply\(model, policy='offload'\)",
-        )
-        for to in (_model(), _model().forward)
-    ],
-    *[(partial(_offload, min_bytes=size), ValueError, r"min_bytes=.* is not a size") for size in _SIZES],
-    (partial(_offload, min_bytes="3 apples"), ValueError, "^offload: min_bytes='3 apples' is not a size"),
-    (lambda: actckpt.offload()(5), TypeError, r"5 is not a function to decorate\. Put @actckpt\."),  # type: ignore[arg-type]
-    *[(partial(actckpt.configure, max_inflight=size), ValueError, r"max_inflight=.* is not a size") for size in _SIZES],
-    (partial(actckpt.configure, host_limit="3 apples"), ValueError, "^configure: host_limit='3 apples' is not a size"),
-    *[
-        (partial(actckpt.configure, num_workers=workers), ValueError, "num_workers")
-        for workers in (-1, 65, True, 1.0, None, "2")
-    ],
-    (
-        partial(actckpt.configure, bandwidth=5, disk_limit=1),
-        ValueError,
-        r"unknown setting bandwidth\. Known: .*spill_dir",
-    ),
-    (
-        partial(actckpt.configure, **_SETTING),
-        ValueError,
-        r"unknown setting spil_dir\. Did you mean spill_dir\? Known: ",
-    ),
-    (partial(actckpt.configure, spill_dir=5), ValueError, "spill_dir"),
+    *[(partial(_offload, to), _STORE) for to in ("gpu", None, "", "Disk", 1)],
+    *[(partial(_offload, to), _NO_STORE) for to in (_model(), _model().forward)],
+    *[(partial(_offload, min_bytes=size), r"min_bytes=.* is not a size") for size in _SIZES],
+    (partial(_offload, min_bytes="3 apples"), "^offload: min_bytes='3 apples' is not a size"),
+    *[(partial(actckpt.configure, max_inflight=size), r"max_inflight=.* is not a size") for size in _SIZES],
+    (partial(actckpt.configure, host_limit="3 apples"), "^configure: host_limit='3 apples' is not a size"),
+    *[(partial(actckpt.configure, num_workers=num), "num_workers") for num in (-1, 65, True, 1.0, None, "2")],
+    (partial(actckpt.configure, bandwidth=5, disk_limit=1), r"unknown setting bandwidth\. Known: .*spill_dir"),
+    (partial(actckpt.configure, **_SETTING), r"unknown setting spil_dir\. Did you mean spill_dir\? Known: "),
+    (partial(actckpt.configure, spill_dir=5), "spill_dir"),
     # apply
-    (_applies(policy="offload", min_bytes="x"), ValueError, "min_bytes"),
-    (_applies(policy="offload", to="dsk"), ValueError, "to='dsk' is not a store"),
-    (_applies(use_reentrant=True), ValueError, "use_reentrant=True is not supported"),
-    (_applies(determinism_check="no"), ValueError, "determinism_check should be one of"),
-    (_applies(policy="matmuls", context_fn=lambda: None), ValueError, "policy= and context_fn= both say"),
-    (_applies(min_bytes=1), ValueError, r"unknown option min_bytes for policy='recompute'\. With policy='offload' it"),
+    (_applies(policy="offload", min_bytes="x"), "min_bytes"),
+    (_applies(policy="offload", to="dsk"), "to='dsk' is not a store"),
+    (_applies(use_reentrant=True), "use_reentrant=True is not supported"),
+    (_applies(determinism_check="no"), "determinism_check should be one of"),
+    (_applies(policy="matmuls", context_fn=lambda: None), "policy= and context_fn= both say"),
+    (_applies(min_bytes=1), r"unknown option min_bytes for policy='recompute'\. With policy='offload' it"),
     (
         _applies(early_stop=True, policy="offload"),
-        ValueError,
-        r"unknown option early_stop for .*'offload'\. With other policies it is one\.",
+        r"option early_stop for .*'offload'\. With other policies it is one\.",
     ),
-    (_applies(race=False), ValueError, r"option race for .*\. With a budget in place of a policy it is one\. Known: "),
-    *[
-        (_applies(**options), ValueError, rf"unknown option .*\. Did you mean {meant}\? Known: .*activation_budget, bu")
-        for options, meant in _OF_APPLY
-    ],
-    (_applies(blocks=["9"]), BlocksError, r"no module .* is named '9'; it has 6\. The first: 0, 0\.0, 0\.1"),
-    (_applies(blocks=[1]), BlocksError, r"blocks=1 is a int.* \(texts, also for numbers"),
-    (_twice, BlocksError, r"^apply: .* checkpointed already, .*\. Call actckpt\.remove"),
-    (
-        lambda: actckpt.apply(_Rows()),
-        BlocksError,
-        r"^apply: found no repeated blocks .*stand in a row\. Pass blocks=: .*\(Linear, of which there are 3\).*"
-        r"'rows\.0', 'rows\.1'",
-    ),
-    (
-        lambda: actckpt.apply(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())),
-        BlocksError,
-        "^apply: found no repeated blocks.*GELU.*Linear",
-    ),
-    (
-        lambda: actckpt.apply(torch.nn.LSTM(4, 4, 2)),
-        BlocksError,
-        "^apply: found no repeated blocks .*no modules inside that are called: give apply the model around it",
-    ),
+    (_applies(race=False), r"option race for .*\. With a budget in place of a policy it is one\. Known: "),
+    *[(_applies(**o), rf"unknown option .*\. Did you mean {m}\? Known: .*activation_budget, bu") for o, m in _OF_APPLY],
+    # report
+    (_reports(group_by="modules"), r"^report: group_by='modules'\. Pass 'operator', 'module' or 'type'"),
+    (_reports(group_by="modul"), r"^report: group_by='modul'\. .* Did you mean 'module'\?$"),
+    *[(_reports(top=top), rf"^report: top={top!r}\. {_NUM_ROWS}") for top in (0, -1, "a", 2.5, True)],
     # budgets, plans, pins
-    (partial(_measures, model=_model()), ValueError, "neither of budget and activation_budget"),
-    *[(partial(_measures, model=_model(), **options), ValueError, message) for options, message in _BUDGETS],
-    *[(_applies(**options), ValueError, message) for options, message in _BUDGETS],
+    (_plans, "neither of budget and activation_budget"),
+    *[(call, message) for options, message in _BUDGETS for call in (partial(_plans, **options), _applies(**options))],
+    *[(_compares({"a": {"budget": "1GiB"}, "mine": o}), rf"^compare: policies\['mine'\]: .*{m}") for o, m in _BUDGETS],
+    (_applies(policy="matmuls", budget="1GiB"), "a budget beside policy='matmuls'"),
+    (_applies(budget="1GiB", early_stop=False), "unknown option early_stop beside a budget"),
+    (_applies(activation_budget="50%", race="no"), r"^apply: race='no'\. Pass True or False\."),
+    (partial(_plans, activation_budget="50%", race="no"), r"^plan: race='no'\. Pass True or False\."),
+    *[(_applies(activation_budget="50%", pins=pins), message) for pins, message in _PINS],
+    *[(partial(_plans, activation_budget="50%", pins=pins), message) for pins, message in _PINS],
     *[
-        (
-            partial(actckpt.compare, _no_step, model=_model(), policies={"a": {"budget": "1GiB"}, "mine": options}),
-            ValueError,
-            rf"^compare: policies\['mine'\]: .*{message}",
-        )
-        for options, message in _BUDGETS
-    ],
-    (_applies(policy="matmuls", budget="1GiB"), ValueError, "a budget beside policy='matmuls'"),
-    (_applies(budget="1GiB", early_stop=False), ValueError, "unknown option early_stop beside a budget"),
-    (_applies(activation_budget="50%", race="no"), ValueError, r"^apply: race='no'\. Pass True or False\."),
-    (
-        partial(_measures, model=_model(), activation_budget="50%", race="no"),
-        ValueError,
-        r"^plan: race='no'\. Pass True or False\.",
-    ),
-    *[(_applies(activation_budget="50%", pins=pins), ValueError, message) for pins, message in _PINS],
-    *[
-        (partial(_measures, model=_model(), activation_budget="50%", pins=pins), ValueError, message)
-        for pins, message in _PINS
-    ],
-    *[
-        (partial(call, **{name: value}), ValueError, message.format(name=name))
-        for call in (lambda **options: actckpt.apply(_model(), **options), partial(_measures, model=_model()))
+        (partial(call, **{name: value}), message.format(name=name))
+        for call in (partial(actckpt.apply, _model()), _plans)
         for name in ("budget", "activation_budget")
-        for value, message in (
-            (_plan(), r"^{name} is a Plan, .*: actckpt\.apply\(model, policy=plan\)\.$"),
-            ("plan.json", r"^{name}='plan\.json' is a path.*actckpt\.Plan\.load\('plan\.json'\)"),
-        )
+        for value, message in _PLAN_OPTIONS.values()
     ],
-    *[
-        (
-            partial(_measures, model=[_model()], **{name: value}),
-            TypeError,
-            r"^plan: model is a list, not a module\. Pass the model itself",
-        )
-        for name, value in (("budget", "1GiB"), ("activation_budget", "50%"))
-    ],
+    (partial(_measures, model=_on_meta(), activation_budget="50%"), f"^plan: {_OF_META}"),
+    (partial(actckpt.compare, _no_step, model=_on_meta()), f"^compare: {_OF_META}"),
+]
+_NOT_MANAGERS = "^checkpoint: context_fn returned .* two context managers"
+_NOT_TRACKERS = "^checkpoint: rng_trackers=.* a list of functions that return track"
+_IS_A_CLASS = r"^checkpoint: Linear is a class of modules.*checkpoint\(layer, x\) with"
+_IS_A_TENSOR = r"a tensor .* is not a function\. The function comes first: .*\(layer, x\)"
+_IS_A_RESULT = r"a tensor of shape \(2, 4\) is not a function\. Pass it uncalled.*\(layer, x\)"
+_IS_A_LIST = r"^plan: model is a list, not a module\. Pass the model itself"
+#: The same for a `TypeError`.
+_WRONG_TYPES: list[tuple[Callable[[], object], str]] = [
+    *[(_checkpoints(context_fn=lambda o=o: o), _NOT_MANAGERS) for o in (3, None, (torch.enable_grad(),))],
+    *[(_checkpoints(rng_trackers=o), _NOT_TRACKERS) for o in (_model, [3], ["get_cuda_rng_tracker"])],
+    *[(_calls_layer(**keywords), message) for keywords, message in _MISSPELT],
+    *[(_without_grad(_calls_layer(**keywords)), message) for keywords, message in _MISSPELT],
+    (_calls_layer(blocks=3), r"forward\(\) got an unexpected keyword argument 'blocks'"),
+    (lambda: _checkpoint(_LAYER(_leaf())), _IS_A_RESULT),
+    (lambda: _checkpoint(_leaf(), _LAYER), _IS_A_TENSOR),
+    *[(partial(_checkpoint, torch.nn.Linear, 4, 4, **keywords), _IS_A_CLASS) for keywords in ({}, {"bias": True})],
+    (lambda: actckpt.checkpoint()(5), _NOT_A_FUNCTION),  # type: ignore[arg-type]
+    (lambda: actckpt.offload()(5), _NOT_A_FUNCTION),  # type: ignore[arg-type]
+    *[(_explains(wrong), "takes a tensor of the region") for wrong in ("x", 0, [])],
     (
-        partial(_measures, model=_on_meta(), activation_budget="50%"),
-        ValueError,
-        r"^plan: parameter '0\.0\.weight' is on the meta device.*actckpt\.estimate",
+        partial(_sequential, 2, _model(), _leaf()),
+        "^checkpoint_sequential: functions is a int. Pass a Sequential or a list of",
     ),
-    (
-        lambda: actckpt.compare(_no_step, model=_on_meta()),
-        ValueError,
-        r"^compare: parameter '0\.0\.weight' is on the meta device.*actckpt\.estimate",
-    ),
-    # models
+    (partial(_measures, model=[_model()], budget="1GiB"), _IS_A_LIST),
+    (partial(_measures, model=[_model()], activation_budget="50%"), _IS_A_LIST),
     *[
-        (partial(call, model), TypeError, f"^{call.__name__}: {message}.*actckpt.{call.__name__}")
+        (partial(call, model), f"^{call.__name__}: {message}.*actckpt.{call.__name__}")
         for call in (actckpt.apply, actckpt.remove, actckpt.report)
         for model, message in _IS_NO_MODEL
     ],
+]
+_NO_ROWS = r"stand in a row\. Pass blocks=: .*\(Linear, of which there are 3\).*'rows\.0', 'rows\.1'"
+_NO_INNER = "no modules inside that are called: give apply the model around it"
+#: The same for a `BlocksError`.
+_WRONG_BLOCKS: list[tuple[Callable[[], object], str]] = [
+    (_applies(blocks=["9"]), r"no module .* is named '9'; it has 6\. The first: 0, 0\.0, 0\.1"),
+    (_applies(blocks=[1]), r"blocks=1 is a int.* \(texts, also for numbers"),
+    (_twice, r"^apply: .* checkpointed already, .*\. Call actckpt\.remove"),
+    (lambda: actckpt.apply(_Rows()), f"^apply: found no repeated blocks .*{_NO_ROWS}"),
+    (partial(actckpt.apply, _model()[0]), "^apply: found no repeated blocks.*GELU.*Linear"),
+    (partial(actckpt.apply, torch.nn.LSTM(4, 4, 2)), f"^apply: found no repeated blocks .*{_NO_INNER}"),
     *[
         (
             partial(call, _model()),
-            BlocksError,
-            rf"^{call.__name__}: none of the .*is checkpointed\. Call {call.__name__} on the model that was given to "
-            "actckpt",
+            rf"^{name}: none of the .*is checkpointed\. Call {name} on the model that was given to act",
         )
-        for call in (actckpt.remove, actckpt.report)
+        for name, call in (("remove", actckpt.remove), ("report", actckpt.report))
     ],
+]
+_CALLS = [
+    (call, error, message)
+    for error, calls in ((ValueError, _WRONG_VALUES), (TypeError, _WRONG_TYPES), (BlocksError, _WRONG_BLOCKS))
+    for call, message in calls
 ]
 
 
@@ -466,41 +420,12 @@ def test_apply_checks_options_before_it_patches(options: dict[str, Any]) -> None
     assert actckpt.apply(model) == ("0", "1")
 
 
-@pytest.mark.parametrize("wrong", ["x", 0, []])
-def test_report_explains_tensors_only(wrong: Any) -> None:
-    with actckpt.region() as region:
-        _leaf().exp()
-    with pytest.raises(TypeError, match="takes a tensor of the region"):
-        region.report(explain=wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"group_by": "modules"}, r"^report: group_by='modules'\. Pass 'operator', 'module' or 'type'"),
-        ({"group_by": "modul"}, r"^report: group_by='modul'\. .* Did you mean 'module'\?$"),
-        *[
-            ({"top": wrong}, rf"^report: top={wrong!r}\. Pass the number of rows, from 1 on, or None")
-            for wrong in (0, -1, "a", 2.5, True)
-        ],
-    ],
-)
-def test_rows_of_a_report_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
-    model = _model()
-    actckpt.apply(model)
-    with pytest.raises(ValueError, match=message):
-        actckpt.report(model, **options)
-
-
 def test_a_folder_that_cannot_be_written_to_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "nowhere", tmp_path / "file", ""):
         with pytest.raises(ValueError, match=r"^configure: spill_dir='.*' is not a folder that can be written to.*\.$"):
             actckpt.configure(spill_dir=folder)
-
-
-def test_a_folder_given_as_bytes_is_that_folder(tmp_path: Path) -> None:
-    assert actckpt.configure(spill_dir=os.fsencode(tmp_path)).spill_dir == str(tmp_path)
+    assert actckpt.configure(spill_dir=os.fsencode(tmp_path)).spill_dir == str(tmp_path)  # bytes are a folder, too
 
 
 def _with_policies(x: torch.Tensor, *, policies: int, min_bytes: int = 0, budget: int = 0) -> torch.Tensor:

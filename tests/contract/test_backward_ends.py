@@ -11,7 +11,7 @@ import on_device
 import pytest
 import torch
 from internals.stores import PythonStore, Tested, flush, store_in_memory, using
-from oracle import in_threads
+from oracle import in_offload, in_region, in_threads, plain
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
@@ -65,54 +65,22 @@ def _on_few_bytes(x: Tensor, *weights: Tensor) -> Pair:
     return x, middle
 
 
-def _plain(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    return function(*args)
-
-
-def _rerun(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    result: Pair = actckpt.checkpoint(function, *args)
-    return result
-
-
-def _replay(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    with actckpt.region(policy=[torch.ops.aten.mm.default]):
-        return function(*args)
-
-
-def _replay_all(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    with actckpt.region(policy="recompute"):
-        return function(*args)
-
-
-def _replay_from_store(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    policy = actckpt.policies.PerOp(
-        {torch.ops.aten.mm.default: actckpt.Action.OFFLOAD}, default=actckpt.Action.RECOMPUTE
-    )
-    with actckpt.region(policy=policy):
-        return function(*args)
-
-
-def _offload(function: Callable[..., Pair], *args: Tensor) -> Pair:
-    with actckpt.offload(min_bytes=0):
-        return function(*args)
-
-
 def _outside(function: Callable[..., Pair], *args: Tensor) -> Pair:
     with save_on_cpu(), actckpt.region(policy="recompute"):
         return function(*args)
 
 
-METHODS = {
-    "rerun": _rerun,
-    "replay from kept values": _replay,
-    "replay": _replay_all,
-    "replay from a store": _replay_from_store,
-    "offload": _offload,
+_plain = plain
+METHODS: dict[str, Callable[..., Pair]] = {
+    "rerun": actckpt.checkpoint,
+    "replay from kept values": in_region([torch.ops.aten.mm.default]),
+    "replay": in_region(),
+    "replay from a store": in_region(actckpt.policies.PerOp({"aten.mm.default": "offload"}, default="recompute")),
+    "offload": in_offload(),
     "hooks outside": _outside,
 }
 _METHODS = pytest.mark.parametrize("method", METHODS)
 _PROGRAMS = pytest.mark.parametrize("program", [_layers, _on_few_bytes], ids=["layers", "on few bytes"])
-_RETAINS = pytest.mark.parametrize("retain", [True, False], ids=["retained", "not retained"])
 
 
 pytestmark = pytest.mark.usefixtures("no_audit", "store_in_memory")
@@ -156,10 +124,9 @@ def _signal(failing: _Failing, graph: Graph) -> None:
 def _after_another(failing: _Failing, graph: Graph) -> None:
     """Run a backward over a graph (the same one: with the hook disarmed), which succeeds, and fail."""
     failing.is_armed = False
-    found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
-    failing.is_armed = True
     with torch.enable_grad():
-        assert all(map(torch.equal, found, _expected(_layers)))
+        _succeeds(graph, retain=True)
+    failing.is_armed = True
     raise FailError
 
 
@@ -186,6 +153,11 @@ def _expected(program: Callable[..., Pair]) -> list[Tensor]:
     return list(torch.autograd.grad(graph.loss, graph.inputs))
 
 
+def _succeeds(graph: Graph, program: Callable[..., Pair] = _layers, retain: bool = False) -> None:
+    found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=retain)
+    assert all(map(torch.equal, found, _expected(program)))
+
+
 def _fails(graph: Graph, retain: bool) -> None:
     """Run a backward that fails, and let go of the error."""
     try:
@@ -206,9 +178,7 @@ def _fails_and_recovers(live: LiveStorages, graph: Graph, failing: _Failing, pro
         assert _live_bytes(live) <= before
     failing.is_armed = False
     for _ in range(2):
-        found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
-        assert all(map(torch.equal, found, _expected(program)))
-        del found
+        _succeeds(graph, program, True)
         assert _live_bytes(live) <= before
     handle.remove()  # it may refer to the graph that it is in: a cycle that the collector does not see
 
@@ -235,7 +205,7 @@ def test_a_backward_that_fails_after_one_inside_of_it_leaves_no_more_bytes_than_
         other = graph if is_same else _graph(METHODS[method], _layers)
         other = other._replace(middle=other.loss)
         _fails_and_recovers(live, graph, _Failing(live, _after_another, other), _layers)
-        assert all(map(torch.equal, torch.autograd.grad(other.loss, other.inputs), _expected(_layers)))
+        _succeeds(other)
 
 
 @_METHODS
@@ -264,9 +234,7 @@ def test_a_backward_of_a_part_leaves_no_more_bytes_than_it_found(method: str, pr
         before = _live_bytes(live)
         torch.autograd.grad(graph.loss, graph.middle, retain_graph=True)
         assert _live_bytes(live) <= before
-        found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
-        assert all(map(torch.equal, found, _expected(program)))
-        del found
+        _succeeds(graph, program, True)
         assert _live_bytes(live) <= before
 
 
@@ -292,7 +260,7 @@ def test_values_of_a_group_go_when_one_of_its_backwards_fails() -> None:
     if group is None:
         pytest.skip(f"torch {torch.__version__} has no GraphExecGroup")
     with LiveStorages() as live:
-        graph = _graph(_rerun, _layers)
+        graph = _graph(METHODS["rerun"], _layers)
         failing = _Failing(live, _raise, graph)
         hook = graph.middle.register_hook(failing)
         graph = graph._replace(middle=graph.loss)
@@ -302,8 +270,7 @@ def test_values_of_a_group_go_when_one_of_its_backwards_fails() -> None:
             assert failing.live_bytes > before
             assert _live_bytes(live) <= before
             hook.remove()
-            found = torch.autograd.grad(graph.loss, graph.inputs)
-        assert all(map(torch.equal, found, _expected(_layers)))
+            _succeeds(graph)
 
 
 @_METHODS
@@ -323,39 +290,32 @@ def test_a_backward_inside_of_a_backward_fails_alone(method: str, inner: str) ->
 
         graph.middle.register_hook(hook)
         before = _live_bytes(live)
-        found = torch.autograd.grad(graph.loss, graph.inputs, retain_graph=True)
-        (inside,) = held
-        assert inside[1] <= inside[0]
-        assert all(map(torch.equal, found, _expected(_layers)))
-        del found
+        _succeeds(graph, retain=True)
+        ((before_inside, after_inside),) = held
+        assert after_inside <= before_inside
         assert _live_bytes(live) <= before
         failing.is_armed = False
-        assert all(map(torch.equal, torch.autograd.grad(other.loss, other.inputs), _expected(_layers)))
+        _succeeds(other)
 
 
 @_METHODS
 def test_a_double_backward_that_fails_leaves_no_more_bytes_than_it_found(method: str) -> None:
-    with LiveStorages() as live:
-        graph = _graph(METHODS[method], _layers)
+    def twice(method: Callable[..., Pair]) -> Graph:
+        graph = _graph(method, _layers)
         firsts = torch.autograd.grad(graph.loss, graph.inputs, create_graph=True)
-        second = sum((first.square().sum() for first in firsts), torch.zeros(()))
-        is_armed = True
+        return graph._replace(loss=torch.stack([first.square().sum() for first in firsts]).sum())
 
-        def hook(grad: Tensor) -> None:
-            if is_armed:
-                raise FailError
-
-        graph.middle.register_hook(hook)
-        del firsts
+    with LiveStorages() as live:
+        graph = twice(METHODS[method])
+        failing = _Failing(live, _raise, graph)
+        graph.middle.register_hook(failing)
         before = _live_bytes(live)
-        _fails(graph._replace(loss=second), True)
+        _fails(graph, True)
         assert _live_bytes(live) <= before
-        is_armed = False
-        found = torch.autograd.grad(second, graph.inputs)
-    plain = _graph(_plain, _layers)
-    firsts = torch.autograd.grad(plain.loss, plain.inputs, create_graph=True)
-    expected = torch.autograd.grad(sum((f.square().sum() for f in firsts), torch.zeros(())), plain.inputs)
-    assert all(map(torch.equal, found, expected))
+        failing.is_armed = False
+        found = torch.autograd.grad(graph.loss, graph.inputs)
+    plain_graph = twice(plain)
+    assert all(map(torch.equal, found, torch.autograd.grad(plain_graph.loss, plain_graph.inputs)))
 
 
 @_METHODS

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import on_device
 import pytest
 import torch
 from oracle import assert_equal
+from peaks import measured, plan_of
 from test_budgets import Model, Training
 from torch import Tensor, nn
 from torch.nn import functional
 
 import actckpt
-from actckpt.memory import LiveStorages
 
 
 def _steps(training: Training, num: int) -> Iterator[tuple[list[Tensor], int]]:
     """Yield gradients and peak of each step."""
-    for _ in range(num):
-        torch.manual_seed(1)
-        training.model.zero_grad()
-        with LiveStorages(parameters=training.model.parameters()) as live:
-            training.step()
-        yield [p.grad.clone() for p in training.model.parameters()], live.peak_bytes
+    return (measured(training.model, training.step) for _ in range(num))
+
+
+def _budgeted(budget: float | str = "60%") -> Training:
+    training = Training()
+    actckpt.apply(training.model, activation_budget=budget, on_infeasible="raise")
+    return training
 
 
 def test_the_race_runs_in_real_steps_and_its_winner_stays() -> None:
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
+    ((expected, _),) = _steps(Training(), 1)
+    training = _budgeted()
     plans, left = [], []
     for gradients, _ in _steps(training, 60):
         assert_equal(gradients, expected)
@@ -61,34 +62,14 @@ def test_the_race_runs_in_real_steps_and_its_winner_stays() -> None:
     assert left == [0, *range(num_steps - 1, -1, -1), *[0] * (59 - num_steps)]
 
 
-def test_a_budget_for_everything_is_planned_again_when_the_optimizer_has_its_state() -> None:
-    training = Training(lr=1e-3)
-    parameters = sum(p.nbytes for p in training.model.parameters())
-    actckpt.apply(
-        training.model, budget=4 * parameters + 2 * 2**20, optimizer=training.optimizer, on_infeasible="raise"
-    )
-    training.step()
-    training.step()
-    plan = actckpt.report(training.model).plan
-    if on_device.device_type != "cpu":
-        assert plan.costs.fixed_bytes == pytest.approx(3 * parameters, rel=0.05)
-    for _ in range(3):
-        training.step()
-    again = actckpt.report(training.model).plan
-    assert again.peak_bytes <= again.budget_bytes <= 4 * parameters + 2 * 2**20
-    assert again.peak_bytes >= 3 * parameters  # and the states of the optimizer
-
-
 def test_the_report_has_a_step_of_the_plan() -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget="50%", on_infeasible="raise")
+    training = _budgeted("50%")
     list(_steps(training, 2))
     report = actckpt.report(training.model)
     assert report.rows and 0 < report.kept_bytes < report.plain_bytes
     assert "Recomputed:" in str(report) or "Run again as a whole:" in str(report)
     assert "Nothing was recorded" not in str(report)
-    other = Training()
-    actckpt.apply(other.model, activation_budget="100%", on_infeasible="raise")
+    other = _budgeted("100%")
     list(_steps(other, 2))
     assert "no longer than with everything kept" in str(actckpt.report(other.model))
     assert "Nothing was recorded" not in str(actckpt.report(other.model))
@@ -118,8 +99,7 @@ def test_a_model_that_is_never_called_itself_is_told_and_its_part_that_is_called
 
 @pytest.mark.filterwarnings("ignore:apply. there is a budget, but Model itself was not called")
 def test_the_report_says_that_there_is_no_plan_yet() -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
+    training = _budgeted()
     for _ in range(2):  # the blocks by themselves: the model is never called
         nn.Sequential(*training.model.blocks)(torch.randn(2, 3, 32)).sum().backward()
     assert "No plan for the budget is made yet" in str(actckpt.report(training.model))
@@ -128,8 +108,7 @@ def test_the_report_says_that_there_is_no_plan_yet() -> None:
 
 
 def test_forwards_without_gradients_use_up_no_step() -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
+    training = _budgeted()
     for _ in range(3):
         with torch.no_grad():
             training.model(training.tokens)
@@ -145,10 +124,8 @@ def test_forwards_without_gradients_use_up_no_step() -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("where", ["embedding", "blocks.2", "norm"])
 def test_a_forward_that_raises_leaves_no_mode_behind(where: str, error: type[BaseException]) -> None:
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget=2**22, on_infeasible="raise")
+    ((expected, _),) = _steps(Training(), 1)
+    training = _budgeted(2**22)
 
     def fail(*_: object) -> None:
         raise error
@@ -162,8 +139,7 @@ def test_a_forward_that_raises_leaves_no_mode_behind(where: str, error: type[Bas
     hook.remove()
     for gradients, _ in _steps(training, 3):
         assert_equal(gradients, expected)
-    plan = actckpt.report(training.model).plan
-    assert plan is not None and plan.budget_bytes == 2**22  # shared with nobody
+    assert plan_of(training.model).budget_bytes == 2**22  # shared with nobody
     hook = training.model.get_submodule(where).register_forward_pre_hook(fail)
     training.tokens = training.tokens[:4]
     with pytest.raises(error):
@@ -178,31 +154,27 @@ def test_forwards_without_backward_and_outputs_without_gradient_hold_up_no_plan(
             result = super().forward(tokens)
             return result.square(), functional.cross_entropy(result.flatten(0, 1), tokens.flatten())
 
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Several())
-    tokens = torch.randint(16, (8, 32))
-    actckpt.apply(models[1], activation_budget=2**22, on_infeasible="raise")
+    plain, tokens = Several(), torch.randint(16, (8, 32))
+    model = copy.deepcopy(plain)
+    actckpt.apply(model, activation_budget=2**22, on_infeasible="raise")
+
+    def step(model: nn.Module) -> None:
+        for _ in range(2):
+            model(tokens)  # nobody reads it
+        model(tokens)[1].backward()
+
     budgets = []
     for _ in range(4):
-        for model in models:
-            torch.manual_seed(1)
-            model.zero_grad()
-            for _ in range(2):
-                model(tokens)  # nobody reads it
-            model(tokens)[1].backward()
-        assert_equal([p.grad for p in models[1].parameters()], [p.grad for p in models[0].parameters()])
-        plan = actckpt.report(models[1]).plan
+        gradients, expected = (measured(each, partial(step, each))[0] for each in (model, plain))
+        assert_equal(gradients, expected)
+        plan = actckpt.report(model).plan
         budgets.append(None if plan is None else plan.budget_bytes)
     assert budgets == [None, 2**22, 2**22, 2**22]  # shared with nobody
 
 
 def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:
-    training = Training()
-    ((expected, _),) = _steps(training, 1)
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", on_infeasible="raise")
+    ((expected, _),) = _steps(Training(), 1)
+    training = _budgeted()
     raised: list[BaseException] = []
 
     def other_call() -> None:
@@ -230,50 +202,32 @@ def test_forwards_that_are_alive_together_only_later_share_a_percentage_from_the
     model, tokens = training.model, training.tokens
     ((_, plain),) = _steps(training, 1)
     actckpt.apply(model, activation_budget="70%", race=False, on_infeasible="raise")
+
+    def step(num_alive: int) -> None:
+        for loss in [model(tokens).float().square().mean() for _ in range(num_alive)]:
+            loss.backward()
+
     for num_alive in (1, 1, 2, 2, 2, 2, 2):
-        model.zero_grad()
-        with LiveStorages(parameters=model.parameters()) as live:
-            losses = [model(tokens).float().square().mean() for _ in range(num_alive)]
-            for loss in losses:
-                loss.backward()
-    plan = actckpt.report(model).plan
-    assert plan is not None
+        _, peak = measured(model, partial(step, num_alive))
+    plan = plan_of(model)
     if on_device.device_type != "cpu":  # a plan is one of each forward
         assert plan.budget_bytes == pytest.approx(0.98 * 0.7 * plain, rel=0.02)
         return
-    assert live.peak_bytes <= plan.budget_bytes <= 1.41 * plain
-
-
-@pytest.mark.parametrize("budget", [1, 1000, "0.001%"])
-def test_what_cannot_fit_raises_at_the_forward_that_would_first_run_the_plan(budget: int | str) -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget=budget, on_infeasible="raise")
-    training.step()
-    training.model.zero_grad()
-    message = rf"\(activation_budget={budget!r}\): the smallest budget is .*Pass that budget or a larger one"
-    with pytest.raises(actckpt.errors.PlanInfeasibleError, match=message):
-        training.step()
-    assert actckpt.remove(training.model)
-    training.step()
+    assert peak <= plan.budget_bytes <= 1.41 * plain
 
 
 def test_frozen_blocks_before_all_that_is_trained_hold_nothing() -> None:
-    trained: list[Training] = []
-    for _ in range(2):
-        training = Training()
-        training.model.requires_grad_(False)
-        training.model.head.requires_grad_(True)
-        training.model.norm.eval()
-        trained.append(training)
-    actckpt.apply(trained[1].model, activation_budget="100%", on_infeasible="raise")
-    for _ in range(3):
-        for training in trained:
-            torch.manual_seed(1)
-            training.model.zero_grad()
-            training.step()
-        assert_equal(trained[1].model.head.weight.grad, trained[0].model.head.weight.grad)
-    plan = actckpt.report(trained[1].model).plan
-    assert plan is not None and plan.overhead_seconds == 0.0
+    plain, training = Training(), Training()
+    for each in (plain, training):
+        each.model.requires_grad_(False)
+        each.model.head.requires_grad_(True)
+        each.model.norm.eval()
+    actckpt.apply(training.model, activation_budget="100%", on_infeasible="raise")
+    ((expected, _),) = _steps(plain, 1)
+    for gradients, _ in _steps(training, 3):
+        assert_equal(gradients, expected)
+    plan = plan_of(training.model)
+    assert plan.overhead_seconds == 0.0
     inputs = [block.values[0].nbytes for block in plan.costs.blocks if block.values]
     assert inputs == [0] * len(inputs), "a block is planned to hold its input"
 
@@ -298,8 +252,7 @@ def test_a_block_that_cannot_run_again_is_one_clear_error() -> None:
 
 
 def test_nothing_that_was_saved_is_unpacked_to_see_what_backward_needs() -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget="90%", on_infeasible="raise")
+    training = _budgeted("90%")
     unpacked: list[Tensor] = []
 
     def unpack(tensor: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import on_device
 import pytest
 import torch
-from budget_programs import Configured, Net
-from oracle import assert_equal, in_threads
-from peaks import counted, smallest_budget
+from budget_programs import Configured, Net, chain
+from oracle import assert_equal, gradients, in_threads
+from peaks import apply_budget, measured, plan_of, smallest_budget
 from residual_mlp import Mlp
 from test_budgets import Training
 from torch import Tensor, nn
@@ -29,12 +30,6 @@ _AUDIT_BYTES = 16 * 2**15
 #: Makes what a step is given, and returns the step.
 _Step = Callable[[], Callable[[nn.Module], object]]
 _Make = Callable[[], nn.Module]
-
-
-def _chain(net: Any, x: Tensor) -> Tensor:
-    for block in net.blocks:
-        x = block(x)
-    return x
 
 
 class _Dropped(nn.Module):
@@ -80,7 +75,7 @@ class _Convolved(nn.Module):
 
 
 def _model(block: Callable[[], nn.Module] = lambda: Configured(_WIDTH)) -> nn.Module:
-    return Net(_chain, [block() for _ in range(6)])
+    return Net(chain, [block() for _ in range(6)])
 
 
 def _forwards(*shapes: tuple[int, ...], summed: bool = False, num_backwards: int = 1, autocast: str = "") -> _Step:
@@ -109,16 +104,12 @@ def _forwards(*shapes: tuple[int, ...], summed: bool = False, num_backwards: int
     return prepare
 
 
-def _run(model: nn.Module, steps: Sequence[_Step]) -> list[tuple[list[Tensor | None], int]]:
+def _run(model: nn.Module, steps: Sequence[_Step]) -> list[tuple[list[Tensor], int]]:
     """Train steps without updates; return gradients and peak activation bytes of each."""
     found = []
     for step in steps:
-        torch.manual_seed(1)
-        model.zero_grad()
-        run = step()
-        with counted(model, total=False) as count:
-            run(model)
-        found.append(([None if p.grad is None else p.grad.clone() for p in model.parameters()], count.peak_bytes))
+        torch.manual_seed(1)  # of inputs
+        found.append(measured(model, partial(step(), model)))
     return found
 
 
@@ -130,7 +121,7 @@ def _made(make: _Make) -> nn.Module:
 def _compare(make: _Make, steps: Sequence[_Step], budget: float | str, **options: Any) -> tuple[list[int], nn.Module]:
     """Return the peaks of steps under a budget, whose gradients are plain ones, and the model."""
     model = _made(make)
-    actckpt.apply(model, blocks="blocks.*", activation_budget=budget, **{"race": False, **options})
+    apply_budget(model, budget, **{"blocks": "blocks.*", "on_infeasible": "warn", **options})
     peaks = []
     for (found, peak), (expected, _) in zip(_run(model, steps), _run(_made(make), steps), strict=True):
         assert_equal(found, expected)
@@ -178,8 +169,7 @@ def test_each_kind_of_cycle_is_within_the_budget_from_its_second_one_on(name: st
         if number % num:
             assert peak <= (budget if number % num > 2 else 1.02 * budget)
     assert max(peaks[num - 1 :: num]) >= 0.8 * budget or on_device.device_type != "cpu"
-    plan = actckpt.report(model).plan
-    assert plan is not None and plan.peak_bytes <= budget
+    assert plan_of(model).peak_bytes <= budget
 
 
 @pytest.mark.filterwarnings("ignore:apply. No plan fits")
@@ -207,14 +197,14 @@ def test_a_further_length_runs_no_block_more_than_training_does_and_a_much_longe
 
 def test_blocks_that_return_early_at_random_stay_within_the_budget() -> None:
     def drawn(number: int) -> _Step:
-        def prepare() -> Callable[[nn.Module], object]:
+        def step(model: nn.Module) -> None:
             torch.manual_seed(number)
-            return _ONE()
+            _ONE()(model)
 
-        return prepare
+        return lambda: step
 
     checkpointed, plain = _bounds(lambda: _model(_Dropped), _ONE)
-    budget = int(checkpointed + 0.4 * (plain - checkpointed))
+    budget = checkpointed + 0.4 * (plain - checkpointed)
     peaks, _ = _compare(lambda: _model(lambda: _Dropped(0.4)), [drawn(number) for number in range(30)], budget)
     assert max(peaks[2:]) <= 1.02 * budget + _AUDIT_BYTES
     assert sum(peak > budget for peak in peaks[2:]) <= 2
@@ -233,22 +223,22 @@ def test_threads_that_train_a_model_each_have_meters_of_their_own() -> None:
     budget = int(checkpointed + 0.3 * (plain - checkpointed))
     x = torch.randn(256, _WIDTH)
     models = [_made(_model) for _ in range(8)]
-    expected = []
-    for model in models:
+
+    def step(model: nn.Module) -> list[Tensor | None]:
+        model.zero_grad()
         model(x).square().mean().backward()
-        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        actckpt.apply(model, blocks="blocks.*", activation_budget=budget, on_infeasible="raise")
+        return gradients(model)
+
+    expected = step(_made(_model))
+    for model in models:
+        apply_budget(model, budget, blocks="blocks.*", race=True)
 
     def train(number: int) -> None:
         for _ in range(6):
-            models[number].zero_grad()
-            models[number](x).square().mean().backward()
-            assert_equal([p.grad for p in models[number].parameters()], expected[number])
+            assert_equal(step(models[number]), expected)
 
     in_threads(train, len(models))
-    for model in models:
-        plan = actckpt.report(model).plan
-        assert plan is not None and plan.peak_bytes <= budget
+    assert max(plan_of(model).peak_bytes for model in models) <= budget
 
 
 def test_the_state_of_an_optimizer_counts_from_its_first_update_on() -> None:
@@ -270,7 +260,7 @@ def test_the_state_of_an_optimizer_counts_from_its_first_update_on() -> None:
 
 def test_forwards_of_nothing_have_a_share() -> None:
     model = _made(_model).requires_grad_(requires_grad=False)
-    actckpt.apply(model, blocks="blocks.*", race=False, activation_budget=2_000_000, on_infeasible="raise")
+    apply_budget(model, 2_000_000, blocks="blocks.*")
     for _ in range(3):
         inputs = [torch.randn(rows, _WIDTH, requires_grad=True) for rows in (0, 256)]
         for loss in [model(x).square().sum() for x in inputs]:
@@ -286,13 +276,12 @@ def test_an_error_counts_the_forwards_that_are_alive() -> None:
 def test_a_graph_that_a_last_backward_released_counts_no_more() -> None:
     plain_bytes = _bounds(_model, _forwards((256, _WIDTH), num_backwards=2))[1]
     model, x = _made(_model), torch.randn(256, _WIDTH)
-    actckpt.apply(model, blocks="blocks.*", activation_budget=plain_bytes * 5 // 4, race=False, on_infeasible="raise")
+    apply_budget(model, 1.25 * plain_bytes, blocks="blocks.*")
     for _ in range(4):
         loss = model(x).square().mean()  # that of the step before lives until now
         loss.backward(retain_graph=True)
         loss.backward()
-    plan = actckpt.report(model).plan
-    assert plan is not None and plan.overhead_seconds == 0.0
+    assert plan_of(model).overhead_seconds == 0.0
 
 
 def test_a_budget_that_is_too_small_for_a_retained_graph_is_told_in_training() -> None:
@@ -326,14 +315,12 @@ def _plan(training: Training, *, autocast: bool = False) -> actckpt.Plan:
         with torch.autocast(on_device.device_type, torch.bfloat16) if autocast else contextlib.nullcontext():
             logits = training.model(training.tokens).flatten(0, 1)
         functional.cross_entropy(logits.float(), training.tokens.flatten()).backward()
-    plan = actckpt.report(training.model).plan
-    assert plan is not None
-    return plan
+    return plan_of(training.model)
 
 
 def test_autocast_has_plans_of_its_own() -> None:
     training = Training()
-    actckpt.apply(training.model, activation_budget="60%", race=False)
+    apply_budget(training.model, "60%", on_infeasible="warn")
     plain = _plan(training)
     cast = _plan(training, autocast=True)
     assert cast.costs != plain.costs
@@ -356,7 +343,7 @@ def test_parameters_that_are_trained_from_some_step_on_have_plans_of_their_own()
 
 def test_a_budget_keeps_no_parameter_alive() -> None:
     training = Training()
-    actckpt.apply(training.model, activation_budget="60%", race=False)
+    apply_budget(training.model, "60%", on_infeasible="warn")
     _plan(training)
     old = weakref.ref(training.model.head.bias)
     training.model.head.bias = nn.Parameter(training.model.head.bias.detach().clone())

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from oracle import assert_equal
-from test_budgets import Block, takes_time
+from peaks import apply_budget, measured, plan_of
+from test_budgets import Block
 from torch import Tensor, nn
 from torch.nn import functional
 
 import actckpt
 from actckpt import Action
-from actckpt.memory import LiveStorages
 
 
 class Looped(nn.Module):
@@ -65,11 +66,7 @@ def _made(kind: Callable[[], Looped] = Looped) -> Looped:
 def _step(model: nn.Module, tokens: Tensor | None = None) -> tuple[list[Tensor], int]:
     """Return gradients, and the peak."""
     tokens = _tokens() if tokens is None else tokens
-    torch.manual_seed(1)
-    model.zero_grad()
-    with LiveStorages(parameters=model.parameters()) as live:
-        functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], live.peak_bytes
+    return measured(model, lambda: functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward())
 
 
 def _planned(model: nn.Module, **options: Any) -> actckpt.Plan:
@@ -132,52 +129,37 @@ def test_plans_are_saved_and_models_copied(tmp_path: Path) -> None:
 
 
 def test_each_forward_counts_calls_anew_whatever_happened_in_the_one_before() -> None:
-    expected, _ = _step(_made())
-    model = _applied()
+    plain, model = _made(), _applied()
+    expected, _ = _step(plain)
     _step(model)
     _, peak = _step(model)
-
-    def interrupt(*_: object) -> None:
-        raise OSError("in the middle")
 
     def without_gradients() -> None:
         with torch.no_grad():
             model(_tokens())
 
-    def dropped() -> None:
-        model(_tokens())
-
     def failed() -> None:
-        calls = iter(range(10))
-        hook = model.blocks[0].register_forward_pre_hook(lambda *_: interrupt() if next(calls) == 3 else None)
-        with pytest.raises(OSError, match="in the middle"):
+        calls = iter([None] * 3)
+        hook = model.blocks[0].register_forward_pre_hook(lambda *_: next(calls))
+        with pytest.raises(StopIteration):
             model(_tokens())
         hook.remove()
 
-    for before in (without_gradients, dropped, failed):
+    for before in (without_gradients, lambda: model(_tokens()), failed):
         before()
         gradients, found = _step(model)
         assert_equal(gradients, expected)
         assert found == peak
+    for each in (model, plain):
+        each.blocks[0].register_forward_pre_hook(_look)  # a forward without gradients before each call
+    gradients, found = _step(model)
+    assert_equal(gradients, _step(plain)[0])
+    assert found <= 1.1 * peak
 
 
 def _look(block: nn.Module, args: tuple[Tensor]) -> None:
     with torch.no_grad():
         block.forward(args[0])
-
-
-def test_forwards_without_gradients_between_calls_count_for_nothing() -> None:
-    model = _applied()
-    _step(model)
-    _, peak = _step(model)
-    plain = _made()
-    hook = model.blocks[0].register_forward_pre_hook(_look)
-    plain.blocks[0].register_forward_pre_hook(_look)
-    expected, _ = _step(plain)
-    gradients, found = _step(model)
-    assert_equal(gradients, expected)
-    assert found <= 1.1 * peak
-    hook.remove()
 
 
 def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first_step() -> None:
@@ -195,8 +177,7 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
         plan = actckpt.report(model).plan
         # The allocator of a device gives out more than storages have, and the percentage is of that.
         assert is_first or peak <= (0.6 * plain_peak if on_device.device_type == "cpu" else plan.budget_bytes)
-    plan = actckpt.report(model).plan
-    assert plan is not None and [*filter(None, plan.blocks or ())] == ["blocks.0"] * 6
+    assert [*filter(None, plan_of(model).blocks or ())] == ["blocks.0"] * 6
 
 
 def test_a_first_step_in_which_no_block_runs_with_gradients_is_told() -> None:
@@ -207,8 +188,7 @@ def test_a_first_step_in_which_no_block_runs_with_gradients_is_told() -> None:
                 x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=True)
             return self.head(x)
 
-    torch.manual_seed(0)
-    model = Reentrant()
+    model = _made(Reentrant)
     expected, _ = _step(model)
     actckpt.apply(model, blocks="blocks.*", activation_budget="60%", on_infeasible="raise")
     with pytest.warns(UserWarning, match=r"none runs with gradients \(in a reentrant checkpoint"):
@@ -233,43 +213,18 @@ def test_more_and_fewer_calls_than_planned_have_plain_gradients(num_calls: int) 
 
 
 def test_several_forwards_that_are_alive_at_once() -> None:
-    def train(model: Looped) -> list[Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
+    def step(model: Looped) -> None:
         losses = [model(part).square().mean() for part in _tokens().chunk(2)]
         losses[0].backward(retain_graph=True)
         for loss in losses:
             loss.backward()
-        return [parameter.grad for parameter in model.parameters()]
 
-    expected = train(_made())
-    budgeted = _made()
-    actckpt.apply(budgeted, blocks="blocks.*", activation_budget="60%", on_infeasible="raise")
+    plain, budgeted = _made(), _made()
+    expected, _ = measured(plain, lambda: step(plain))
+    apply_budget(budgeted, "60%", blocks="blocks.*", race=True)
     for model in (_applied(), budgeted):
         for _ in range(3):
-            assert_equal(train(model), expected)
-
-
-def test_the_gradient_that_several_calls_add_up_counts() -> None:
-    """It is alive from the last call on; a budget of all memory has it."""
-
-    def step(model: nn.Module) -> int:
-        tokens = _tokens()
-        model.zero_grad()
-        with LiveStorages() as live:
-            functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        return live.peak_bytes + sum(parameter.nbytes for parameter in model.parameters())
-
-    plain_bytes = step(_made())
-    budget = max(plain_bytes * 7 // 10, 2**20)
-    model = _made()
-    actckpt.apply(model, blocks="blocks.*", budget=budget, race=False, on_infeasible="raise")
-    peaks = [step(model) for _ in range(4)]
-    plan = actckpt.report(model).plan
-    assert plan is not None and takes_time(plan, True)
-    if on_device.device_type == "cpu":  # else the allocator counts
-        assert max(peaks[2:]) <= budget
-        assert plan.peak_bytes == pytest.approx(peaks[-1], rel=0.01)
+            assert_equal(measured(model, partial(step, model))[0], expected)
 
 
 @pytest.mark.parametrize("checkpoint", [actckpt.checkpoint, torch.utils.checkpoint.checkpoint])
@@ -294,8 +249,7 @@ def test_a_checkpoint_inside_of_the_model_is_one_clear_error_and_one_around_it_i
         def forward(self, tokens: Tensor) -> Tensor:
             return checkpoint(self.model, tokens, use_reentrant=False)
 
-    torch.manual_seed(0)
-    model = Checkpointing()
+    model: Any = _made(Checkpointing)
     expected, _ = _step(model)
     plan = _planned(model, activation_budget="50%")
     assert _differs(plan)
@@ -314,8 +268,9 @@ def test_a_checkpoint_inside_of_the_model_is_one_clear_error_and_one_around_it_i
 def test_a_block_inside_of_another_one_is_one_clear_error() -> None:
     model = _made()
     actckpt.apply(model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%", on_infeasible="raise")
-    with pytest.raises(actckpt.errors.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
+    message = r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
         model(_tokens())
     actckpt.remove(model)
-    with pytest.raises(actckpt.errors.BlocksError, match=r"block 'blocks\.0\.up' runs inside of block 'blocks\.0'"):
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
         actckpt.plan(lambda: _step(model), model=model, blocks=["blocks.0", "blocks.0.up"], activation_budget="60%")

@@ -9,11 +9,10 @@ import on_device
 import pytest
 import torch
 from oracle import assert_equal
-from peaks import smallest_budget
+from peaks import apply_budget, measured, smallest_budget
 from torch import Tensor, nn
 
 import actckpt
-from actckpt.memory import LiveStorages
 
 _NUM_BLOCKS = 10
 
@@ -38,13 +37,10 @@ class _Model(nn.Module):
             x = self.blocks[number](x)
         return x[:, :1]
 
-    def step(self, runs: list[int]) -> tuple[list[Tensor | None], int]:
+    def step(self, runs: list[int]) -> tuple[list[Tensor], int]:
         """Return gradients and peak."""
-        self.zero_grad()
         x = torch.ones(128, 32)
-        with LiveStorages(parameters=self.parameters()) as live:
-            self(x, runs).square().mean().backward()
-        return [None if each.grad is None else each.grad.clone() for each in self.parameters()], live.peak_bytes
+        return measured(self, lambda: self(x, runs).square().mean().backward())
 
 
 def _draws() -> list[list[int]]:
@@ -64,7 +60,7 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
     plain, model = _Model(), _Model()
     steps = _draws() if kind == "layer dropout" else _loops()
     _, most = plain.step(max(steps, key=len))
-    actckpt.apply(model, activation_budget=round(share * most), race=False, on_infeasible="raise")
+    apply_budget(model, share * most)
     excess, plans = [], []
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -95,11 +91,11 @@ def test_a_plan_holds_from_the_step_after_that_in_which_other_blocks_first_ran(k
 @pytest.mark.filterwarnings("ignore:apply. . of 10 blocks did not run:UserWarning")
 def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
     model, runs = _Model(), [0, 1, 2]
-    actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
+    apply_budget(model, 1000)
     model.step(runs)
     smallest = smallest_budget(lambda: model.step(runs))
     actckpt.remove(model)
-    actckpt.apply(model, activation_budget=smallest + 1, race=False, on_infeasible="raise")
+    apply_budget(model, smallest + 1)
     for _ in range(2):
         model.step(runs)
     everything = list(range(_NUM_BLOCKS))
@@ -115,9 +111,7 @@ def test_where_no_plan_has_room_for_what_ran_the_smallest_one_runs() -> None:
 def test_with_pins_the_plan_stays_as_it_was() -> None:
     """They name calls by their number, and classes of blocks by their names: more calls would change both."""
     model, without = _Model(), [number for number in range(_NUM_BLOCKS) if number != 1]
-    actckpt.apply(
-        model, activation_budget="100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"}, on_infeasible="raise"
-    )
+    apply_budget(model, "100%", pins={(6, "f.2::aten.gelu.default#0.0"): "recompute"}, race=True)
     for _ in range(2):
         model.step(without)
     plan = actckpt.report(model).plan

@@ -99,39 +99,40 @@ def test_model_gradients_optimizer_and_random_state_are_as_before(model: nn.Modu
         actckpt.remove(model)
 
 
-def test_a_step_that_raises_leaves_everything_as_it_was(model: nn.Module) -> None:
-    steps = 0
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "fails_at", "last"),
+    [
+        (RuntimeError, "no more data", 4, 4),  # one of a policy
+        (ValueError, r"runs an optimizer that was not given \(SGD\).*optimizer=", 0, 1),
+        (ValueError, "left no gradients", -1, 1),
+    ],
+)
+def test_a_step_that_raises_or_is_refused_leaves_everything_as_it_was(
+    model: nn.Module, error: type[Exception], message: str, fails_at: int, last: int
+) -> None:
+    optimizer, steps = _sgd(model), []
 
     def step() -> None:
-        nonlocal steps
-        steps += 1
-        model(_x()).backward()
-        if steps == 4:  # one of a policy
+        steps.append(None)
+        loss = model(_x())
+        if fails_at >= 0:
+            loss.backward()
+        if fails_at == 0:
+            optimizer.step()
+        if len(steps) == fails_at:
             raise RuntimeError("no more data")
 
     before = everything(model)
-    with pytest.raises(RuntimeError, match="no more data"):
+    with pytest.raises(error, match=message):
         actckpt.compare(step, model=model, rounds=1)
+    assert len(steps) == last
     assert_equal(everything(model), before)
     with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
-
-
-def test_an_optimizer_that_was_not_given_is_named_before_a_second_step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    steps = 0
-
-    def step() -> None:
-        nonlocal steps
-        steps += 1
-        model(_x()).backward()
-        optimizer.step()
-
-    before = everything(model)
-    with pytest.raises(ValueError, match=r"runs an optimizer that was not given \(SGD\).*optimizer="):
-        actckpt.compare(step, model=model)
-    assert steps == 1
-    assert_equal(everything(model), before)
 
 
 def test_gradients_that_differ_are_shown(model: nn.Module) -> None:
@@ -154,16 +155,9 @@ def test_a_model_that_is_checkpointed_already_is_refused_and_stays_so(model: nn.
     assert actckpt.remove(model) == names
 
 
-def test_a_step_without_backward_is_refused(model: nn.Module) -> None:
-    before = everything(model)
-    with pytest.raises(ValueError, match="left no gradients"):
-        actckpt.compare(lambda: model(_x()), model=model)
-    assert_equal(everything(model), before)
-
-
 @pytest.mark.parametrize("runs", [False, True])
 def test_a_step_without_backward_is_refused_beside_an_optimizer_too(model: nn.Module, runs: bool) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = _sgd(model)
     model(_x()).backward()  # gradients of another step are none of this one
     before = everything(model, optimizer)
 
@@ -178,18 +172,6 @@ def test_a_step_without_backward_is_refused_beside_an_optimizer_too(model: nn.Mo
     assert_equal(everything(model, optimizer), before)
 
 
-def test_a_step_that_sets_gradients_to_none_after_its_update_has_a_backward(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(_x()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found = actckpt.compare(step, model=model, optimizer=optimizer, policies={"rerun": "recompute"}, rounds=1)
-    assert found["rerun"].same_bits
-
-
 @pytest.mark.parametrize(("min_bytes", "words"), [(2**20, "Nothing was offloaded: all "), (8192, "and stay"), (0, "")])
 def test_a_policy_that_moves_nothing_says_so(model: nn.Module, min_bytes: int, words: str) -> None:
     policies = {"off": {"policy": "offload", "min_bytes": min_bytes}}
@@ -199,16 +181,10 @@ def test_a_policy_that_moves_nothing_says_so(model: nn.Module, min_bytes: int, w
 
 
 @pytest.mark.filterwarnings("ignore:apply. the blocks ran none of the places")
-def test_names_of_values_that_are_like_options_are_a_table(model: nn.Module) -> None:
-    table = {"block": "keep", "debug": "keep"}
-    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"table": table}, rounds=1)
-    assert found["table"].same_bits
-
-
-def test_a_table_of_places_is_a_policy_like_others(model: nn.Module) -> None:
-    table = {"layers.**::aten.addmm": "keep"}
-    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"table": table}, rounds=1)
-    assert found["table"].same_bits and found["table"].blocks == 4
+def test_a_table_of_places_is_a_policy_like_others_also_where_names_are_like_options(model: nn.Module) -> None:
+    policies = {"options": {"block": "keep", "debug": "keep"}, "places": {"layers.**::aten.addmm": "keep"}}
+    found = actckpt.compare(lambda: model(_x()).backward(), model=model, policies=policies, rounds=1)
+    assert all(found[name].same_bits and found[name].blocks == 4 for name in policies)
 
 
 def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
@@ -226,31 +202,25 @@ def test_gradients_of_sparse_embeddings_are_compared_and_put_back() -> None:
     assert torch.equal(embedding.weight.grad.to_dense(), before)
 
 
-def test_a_plan_and_a_budget_have_rows_of_their_own(model: nn.Module) -> None:
-    step = lambda: model(_x()).backward()  # noqa: E731
-    plan = actckpt.plan(step, model=model, activation_budget="80%", race=False)
+def test_a_plan_and_a_budget_have_rows_of_their_own_also_with_an_optimizer(model: nn.Module) -> None:
+    optimizer = _sgd(model)
+
+    def step() -> None:
+        model(_x()).backward()
+        optimizer.step()
+        optimizer.zero_grad()  # a step that leaves no gradients has a backward, too
+
+    plan = actckpt.plan(step, model=model, optimizer=optimizer, activation_budget="80%", race=False)
     policies = {"plan": plan, "80 %": {"activation_budget": "80%", "race": False}, "all": {"budget": "1GiB"}}
-    found = actckpt.compare(step, model=model, policies=policies, rounds=1)
+    found = actckpt.compare(step, model=model, optimizer=optimizer, policies=policies, rounds=1)
     assert [row.name for row in found.rows] == ["none", *policies]
     assert all(row.same_bits for row in found.rows)
     none, planned, budgeted, everything = (row.peak_bytes for row in found.rows)
     assert everything == none
     assert max(planned, budgeted) < 0.9 * none  # shares are of what was predicted of none
-    assert min(planned, budgeted) > found["none"].peak_bytes / 4
+    assert min(planned, budgeted) > none / 4
     with pytest.raises(actckpt.errors.BlocksError):
         actckpt.remove(model)
-
-
-def test_a_budget_is_planned_with_the_optimizer_that_the_step_runs(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step() -> None:
-        model(_x()).backward()
-        optimizer.step()
-
-    policies = {"80 %": {"activation_budget": "80%", "race": False}}
-    found = actckpt.compare(step, model=model, policies=policies, optimizer=optimizer, rounds=1)
-    assert found["80 %"].same_bits and found["80 %"].peak_bytes < found["none"].peak_bytes
 
 
 def test_a_budget_that_nothing_fits_into_is_named(model: nn.Module) -> None:

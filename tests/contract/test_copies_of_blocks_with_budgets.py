@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_equal
-from peaks import smallest_budget
+from peaks import apply_budget, measured, smallest_budget
 from residual_mlp import Mlp
 from test_budgets import Training
 from torch import Tensor, nn
 
 import actckpt
-from actckpt.memory import LiveStorages
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
@@ -42,26 +41,22 @@ def test_a_copy_of_one_block_takes_nothing_of_the_model_along(num_steps: int) ->
     assert actckpt.report(training.model).plan is not None or num_steps == 0
 
 
-def test_what_a_copied_block_did_is_told_by_its_own_first_step() -> None:
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_what_a_copied_block_did_is_told_by_its_own_first_step_with_gradients(has_gradients: bool) -> None:
     training = Training()
     actckpt.apply(training.model, activation_budget="60%", race=False)
     training.step()
     copied = copy.deepcopy(training.model.blocks[0])
     assert "policy" not in actckpt.report(copied).note
-    copied(torch.randn(4, 32, 32)).sum().backward()
+    with torch.set_grad_enabled(has_gradients):
+        result = copied(torch.randn(4, 32, 32)).sum()
+    if has_gradients:
+        result.backward()
     found = actckpt.report(copied)
-    assert found.recomputed_bytes and found.note.startswith("Recorded: ")
-
-
-def test_a_copied_block_that_ran_without_gradients_is_told_of_no_policy() -> None:
-    training = Training()
-    actckpt.apply(training.model, activation_budget="60%", race=False)
-    training.step()
-    copied = copy.deepcopy(training.model.blocks[0])
-    with torch.no_grad():
-        copied(torch.randn(4, 32, 32))
-    found = actckpt.report(copied)
-    assert not found.rows and "a copy of those of a model with a budget" in found.note
+    if has_gradients:
+        assert found.recomputed_bytes and found.note.startswith("Recorded: ")
+    else:
+        assert not found.rows and "a copy of those of a model with a budget" in found.note
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 4])
@@ -111,26 +106,28 @@ def test_a_loaded_model_reports_the_policy_that_it_was_given(policy: Any) -> Non
     assert not found.blocks_ran and "no block has run yet" in found.note
 
 
-def _micro_batches(model: nn.Module) -> tuple[list[Tensor | None], int]:
+def _micro_batches(model: nn.Module) -> tuple[list[Tensor], int]:
     """Run two micro-batches in one autocast, in which gradients of cast weights wait; return gradients and peak."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(64, 64, generator=generator) for _ in range(2)]
-    model.zero_grad()
-    with LiveStorages(parameters=model.parameters()) as live, torch.autocast("cpu", torch.bfloat16):
-        for x in inputs:
-            model(x).float().square().mean().backward()
-    return [parameter.grad for parameter in model.parameters()], live.peak_bytes
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            for x in inputs:
+                model(x).float().square().mean().backward()
+
+    return measured(model, run)
 
 
 def test_a_copy_of_a_model_meets_the_smallest_budget_of_the_model() -> None:
     plain = nn.Sequential(*(Mlp(64) for _ in range(6)))
     expected, plain_bytes = _micro_batches(plain)
     model = copy.deepcopy(plain)
-    actckpt.apply(model, activation_budget=1000, race=False, on_infeasible="raise")
+    apply_budget(model, 1000)
     smallest = smallest_budget(lambda: [_micro_batches(model) for _ in range(2)])
     assert smallest < 1.05 * plain_bytes
     model = copy.deepcopy(plain)
-    actckpt.apply(model, activation_budget=smallest, race=False, on_infeasible="raise")
+    apply_budget(model, smallest)
     for number in range(4):
         gradients, peak = _micro_batches(model)
         assert_equal(gradients, expected)

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -60,32 +61,7 @@ def _offload() -> Any:
     return actckpt.offload(min_bytes=0)
 
 
-def _of_a_dropped_graph() -> Step:
-    x = leaf(4 * _KIB)
-
-    def step() -> None:
-        with _offload():
-            y = (x * 2).sin().tanh()
-        del y
-
-    return step
-
-
-def _of_a_partial_backward() -> Step:
-    x = leaf(4 * _KIB)
-
-    def step() -> None:
-        with _offload():
-            first = (x * 2).sin()
-            second = first.tanh()
-        flush()
-        torch.autograd.grad(second.sum(), first, retain_graph=True)
-        torch.autograd.grad(first.sum(), x)
-
-    return step
-
-
-def _of_a_failing_backward() -> Step:
+def _of_a_partial_backward(*, fails: bool = False, is_dropped: bool = False) -> Step:
     x = leaf(4 * _KIB)
 
     def fail(grad: torch.Tensor) -> None:
@@ -94,11 +70,17 @@ def _of_a_failing_backward() -> Step:
     def step() -> None:
         with _offload():
             first = (x * 2).sin()
-            first.register_hook(fail)
             second = first.tanh()
+        if is_dropped:
+            return
         flush()
-        with suppress(KeyError):
-            _backward(second, x)
+        if fails:
+            first.register_hook(fail)
+            with suppress(KeyError):
+                _backward(second, x)
+        else:
+            torch.autograd.grad(second.sum(), first, retain_graph=True)
+            torch.autograd.grad(first.sum(), x)
 
     return step
 
@@ -129,12 +111,12 @@ def _of_any_number_of_backwards() -> Step:
 KINDS: dict[str, tuple[Callable[[], Step], int]] = {
     "small values of a policy": (_small_values_of_a_policy, 2),
     "small values of a policy, no workers": (_small_values_of_a_policy, 0),
-    "two tensors, no workers": (lambda: _around(_offload, 64 * _KIB), 0),
+    "two tensors, no workers": (partial(_around, _offload, 64 * _KIB), 0),
     "two tensors that were written, no workers": (lambda: _around(_offload, 4 * _KIB, is_flushed=True), 0),
     "what prefers to be offloaded": (lambda: _around(lambda: actckpt.region("prefer_offload"), 4 * _KIB), 2),
-    "a dropped graph": (_of_a_dropped_graph, 0),
+    "a dropped graph": (partial(_of_a_partial_backward, is_dropped=True), 0),
     "a partial backward": (_of_a_partial_backward, 0),
-    "a failing backward": (_of_a_failing_backward, 0),
+    "a failing backward": (partial(_of_a_partial_backward, fails=True), 0),
     "offloaded inputs": (_of_offloaded_inputs, 2),
     "two backwards, one or none": (_of_any_number_of_backwards, 2),
 }

@@ -6,12 +6,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import assert_equal, leaf, plain
+from oracle import assert_equal, in_offload, in_region, leaf, plain, theirs
 
 import actckpt
 
@@ -49,16 +50,6 @@ def _recompute(info: actckpt.SavedTensorInfo) -> actckpt.Action:
     return actckpt.Action.RECOMPUTE
 
 
-def _in_region(policy: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with actckpt.region(policy):
-        return function(*args, **kwargs)
-
-
-def _offloaded(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with actckpt.offload(min_bytes=0):
-        return function(*args, **kwargs)
-
-
 def _applied(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     model = torch.nn.Sequential(OneWeight())
     actckpt.apply(model, policy=[torch.ops.aten.sin.default], blocks=OneWeight)
@@ -70,14 +61,13 @@ CHECKPOINTS: dict[str, Method] = {
     "replay": partial(actckpt.checkpoint, policy=_recompute),
     "replay, keeps": partial(actckpt.checkpoint, policy=[torch.ops.aten.sin.default]),
 }
-THEIRS = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
 METHODS: dict[str, Method] = {
     **CHECKPOINTS,
-    "torch": THEIRS,
+    "torch": theirs,
     "plain": plain,
-    "region": partial(_in_region, _recompute),
-    "region, keeps": partial(_in_region, "keep"),
-    "offload": _offloaded,
+    "region": in_region(_recompute),
+    "region, keeps": in_region("keep"),
+    "offload": in_offload(),
     "apply": _applied,
 }
 
@@ -86,26 +76,14 @@ def _made(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).exp()
 
 
-class _Holder:
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-
-def _of_default(method: Method, x: torch.Tensor) -> Any:
-    def function(x: torch.Tensor = x) -> torch.Tensor:
-        return x.exp().exp()
-
-    return method(function)
-
-
 #: Calls whose hooks get nothing from torch's checkpoint: leaves that are no positional arguments.
 LEAVES: dict[str, Callable[[Method, torch.Tensor], Any]] = {
     "keyword": lambda method, x: method(lambda x: x.exp().exp(), x=x),
     "closure": lambda method, x: method(lambda: x.exp().exp()),
-    "default": _of_default,
+    "default": lambda method, x: method(lambda x=x: x.exp().exp()),
     "partial": lambda method, x: method(partial(torch.exp, x)),
     "list": lambda method, x: method(lambda items: items[0].exp().exp(), [x]),
-    "attribute": lambda method, x: method(lambda holder: holder.x.exp().exp(), _Holder(x)),
+    "attribute": lambda method, x: method(lambda held: held.x.exp().exp(), SimpleNamespace(x=x)),
     "parameter": lambda method, x: method(lambda w: w.exp().exp(), w=torch.nn.Parameter(torch.ones(3))),
     "view": lambda method, x: method(lambda: x.view(3, 1).exp().exp()),
     "module": lambda method, x: method(OneWeight()),
@@ -140,26 +118,20 @@ def test_hooks_get_no_leaf_that_is_no_argument_and_their_owner_is_freed_with_its
     assert _is_freed(owners)
 
 
+@pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize("where", ["around", "inside"])
 @pytest.mark.parametrize("call", ["closure", "module", *OTHERS])
 @pytest.mark.parametrize("method", METHODS)
 def test_hooks_that_keep_the_output_are_freed_unless_a_graph_holds_what_they_packed(
-    method: str, call: str, where: str
+    method: str, call: str, where: str, ends: bool
 ) -> None:
     # The collector does not see what a graph of autograd holds: not through plain operators either.
-    for ends in (True, False):
-        _assert_freed_unless_a_graph_holds_it(METHODS[method], (LEAVES | OTHERS)[call], where, ends=ends)
-
-
-def _assert_freed_unless_a_graph_holds_it(
-    method: Method, call: Callable[[Method, torch.Tensor], Any], where: str, *, ends: bool
-) -> None:
     owners = [owner := HooksOwner()]
-    made = partial(call, method)
+    made = partial((LEAVES | OTHERS)[call], METHODS[method])
     if where == "around":
         owner.output = owner.around(made, leaf(3))
     else:
-        owner.output = method(partial(owner.around, made), leaf(3))
+        owner.output = METHODS[method](partial(owner.around, made), leaf(3))
     if ends:
         owner.output.sum().backward()
     reference, is_held = weakref.ref(owner), owner.num_packed > 0 and not ends

@@ -13,7 +13,7 @@ import pytest
 import torch
 from internals.stores import flush
 from offload_oracle import TwoTensor, two_tensor
-from oracle import assert_equal, leaf, no_collector, plain, theirs
+from oracle import assert_equal, in_offload, in_region, leaf, no_collector, plain, theirs
 
 import actckpt
 
@@ -38,18 +38,9 @@ def _forget() -> Iterator[None]:
     Saves.found.clear()
 
 
-def _region(policy: Any) -> Callable[..., Any]:
-    def method(function: Callable[..., Any], *args: Any) -> Any:
-        with actckpt.region(policy):
-            return function(*args)
-
-    return method
-
-
 def _offloaded(**options: Any) -> Callable[..., Any]:
-    def method(function: Callable[..., Any], *args: Any) -> Any:
-        with actckpt.offload(**options):
-            y = function(*args)
+    def method(*args: Any) -> Any:
+        y = in_offload(**options)(*args)
         flush()
         return y
 
@@ -61,18 +52,18 @@ STAYING: dict[str, Callable[..., Any]] = {
     "plain": plain,
     "torch": theirs,
     "rerun": actckpt.checkpoint,
-    "recompute": _region("recompute"),
-    "keep": _region("keep"),
-    "list": _region([aten.mul]),
-    "function": _region(lambda info: "keep" if info.is_input else "recompute"),
-    "offload": _offloaded(),
-    "offload policy": _region("offload"),
+    "recompute": in_region("recompute"),
+    "keep": in_region("keep"),
+    "list": in_region([aten.mul]),
+    "function": in_region(lambda info: "keep" if info.is_input else "recompute"),
+    "offload": _offloaded(min_bytes=1 << 20),
+    "offload policy": in_region("offload"),
 }
 #: Those that do not hand out what autograd itself holds.
 GUARDED = [name for name in STAYING if name not in ("plain", "torch", "rerun", "keep")]
 MOVING: dict[str, Callable[..., Any]] = {
-    "offload": _offloaded(min_bytes=0),
-    "function": _region(lambda info: "offload"),
+    "offload": _offloaded(),
+    "function": in_region(lambda info: "offload"),
 }
 
 
@@ -96,109 +87,90 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
+def _saving(method: Callable[..., Any], saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a leaf, and what a method made of it and saved a tensor for, which it does not hold itself."""
+    x = leaf(4, 6)
+    return x, method(lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x).sum()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STAYING)
 def test_a_tensor_that_stayed_comes_back_as_the_very_object(name: str, kind: str) -> None:
-    saved, x = KINDS[kind](), leaf(4, 6)
+    saved = KINDS[kind]()
     saved.tag = "kept"  # type: ignore[attr-defined]
-    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
-    torch.autograd.grad(y.sum(), x, retain_graph=name != "torch")
-    if name != "torch":
-        torch.autograd.grad(y.sum(), x)
-    assert [found is saved for found in Saves.found] == [True] * (1 if name == "torch" else 2)
+    x, y = _saving(STAYING[name], saved)
+    num_backwards = 1 if name == "torch" else 2
+    for _ in range(num_backwards):
+        torch.autograd.grad(y, x, retain_graph=name != "torch")
+    assert [found is saved for found in Saves.found] == [True] * num_backwards
 
 
+@pytest.mark.parametrize("lives", [True, False])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "parameter" not in kind and "sparse" not in kind])
 @pytest.mark.parametrize("name", MOVING)
-def test_a_tensor_that_moved_comes_back_with_its_attributes(name: str, kind: str) -> None:
-    def program(method: Callable[..., Any], *, lives: bool) -> Any:
+def test_a_tensor_that_moved_comes_back_with_its_attributes(name: str, kind: str, lives: bool) -> None:
+    def program(method: Callable[..., Any]) -> Any:
         torch.manual_seed(3)
-        saved, x = KINDS[kind](), leaf(4, 6)
+        saved = KINDS[kind]()
         saved.tag, saved.scale = "moved", torch.ones(2)  # type: ignore[attr-defined]
-        y = method(lambda x: Saves.apply(x.sin(), saved).exp(), x)
+        x, y = _saving(method, saved)
         if lives:
             saved.tag = "changed later"  # type: ignore[attr-defined]
         else:
             del saved
-        found = torch.autograd.grad(y.sum(), x)
-        return found, Saves.found[-1].tag, Saves.found[-1].scale
+        return torch.autograd.grad(y, x), Saves.found[-1].tag, Saves.found[-1].scale
 
-    for lives in (True, False):
-        assert_equal(program(MOVING[name], lives=lives), program(plain, lives=lives))
+    assert_equal(program(MOVING[name]), program(plain))
 
 
 @pytest.mark.parametrize("name", [*STAYING, *MOVING])
-def test_an_intermediate_with_attributes_comes_back_with_them(name: str) -> None:
+def test_an_intermediate_with_attributes_comes_back_with_them_and_its_bytes_are_not_kept_alive(name: str) -> None:
+    storages = []
+
     def function(x: torch.Tensor) -> torch.Tensor:
-        mask = x.detach() > 0
+        mask = (x.detach() > 0).float()
         mask.tag = "made here"  # type: ignore[attr-defined]
+        storages.append(weakref.ref(mask.untyped_storage()))
         return Saves.apply(x.sin(), mask).exp()
 
     x = leaf(64, 64)
     y = {**STAYING, **MOVING}[name](function, x * 1)
+    assert name != "recompute" or storages[0]() is None
     torch.autograd.grad(y.sum(), x)
     assert Saves.found[-1].tag == "made here"
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_a_tensor_whose_bytes_were_replaced_comes_back_as_it_was_saved(name: str) -> None:
-    saved, x = torch.randn(4, 6), leaf(4, 6)
+def test_a_tensor_whose_bytes_were_replaced_comes_back_as_it_was_saved_and_one_that_changed_raises(name: str) -> None:
+    saved = torch.randn(4, 6)
     before = saved.clone()
-    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
+    x, y = _saving(STAYING[name], saved)
     saved.data = torch.zeros(4, 6)
-    torch.autograd.grad(y.sum(), x)
+    torch.autograd.grad(y, x)
     assert_equal(Saves.found[-1], before)
-
-
-@pytest.mark.parametrize("name", GUARDED)
-def test_a_tensor_that_was_changed_still_raises(name: str) -> None:
-    saved, x = torch.randn(4, 6), leaf(4, 6)
-    y = STAYING[name](lambda x: Saves.apply(x.sin(), saved).exp(), x)
+    x, y = _saving(STAYING[name], saved)
     saved.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y.sum(), x)
+        torch.autograd.grad(y, x)
 
 
 @pytest.mark.parametrize("name", ["recompute", "list", "function", "offload", "offload policy"])
-def test_the_object_is_not_kept_alive(name: str) -> None:
+def test_neither_the_object_nor_the_graph_that_its_attributes_lead_to_is_kept_alive(name: str) -> None:
     with no_collector():
-        saved, x = torch.randn(4, 6), leaf(4, 6)
-        saved.tag = "saved"  # type: ignore[attr-defined]
-        y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)
-        held = weakref.ref(saved)
-        del saved
-        assert held() is None
-        torch.autograd.grad(y.sum(), x)
-        assert Saves.found[-1].tag == "saved"
-
-
-@pytest.mark.parametrize("name", ["recompute", "list", "function", "offload", "offload policy"])
-def test_attributes_that_lead_to_the_graph_do_not_keep_it_alive(name: str) -> None:
-    class Probe:
-        pass
-
-    with no_collector():
-        saved, x, probe = torch.randn(4, 6), leaf(4, 6), Probe()
-        saved.tag = "saved"  # type: ignore[attr-defined]
-        y = STAYING[name](lambda x, saved=saved: Saves.apply(x.sin(), saved).exp(), x)
-        saved.output, saved.probe = y, probe  # type: ignore[attr-defined]
-        held = weakref.ref(probe)
-        del saved, y, probe
-        assert held() is None
-
-
-def test_bytes_of_a_dropped_value_are_not_kept_alive() -> None:
-    storages = []
-    with actckpt.region():
-        x = leaf(64, 64)
-        mask = (x.detach() > 0).float()
-        mask.tag = "made here"  # type: ignore[attr-defined]
-        storages.append(weakref.ref(mask.untyped_storage()))
-        y = Saves.apply(x.sin(), mask)
-        del mask
-    assert storages[0]() is None
-    y.sum().backward()
-    assert Saves.found[-1].tag == "made here"
+        for leads_to_graph in (False, True):
+            saved, probe = torch.randn(4, 6), torch.nn.Module()
+            saved.tag = "saved"  # type: ignore[attr-defined]
+            x, y = _saving(STAYING[name], saved)
+            held, held_probe = weakref.ref(saved), weakref.ref(probe)
+            if leads_to_graph:
+                saved.output, saved.probe = y, probe  # type: ignore[attr-defined]
+                del saved, y, probe
+                assert held_probe() is None
+            else:
+                del saved
+                assert held() is None
+                torch.autograd.grad(y, x)
+                assert Saves.found[-1].tag == "saved"
 
 
 @pytest.mark.parametrize("name", GUARDED)  # with others the very object is emptied, as without checkpoints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from input_routes import ROUTES
-from oracle import SavingSquare, assert_equal
+from oracle import Checkpoint, SavingSquare, assert_equal, in_offload, in_region, plain
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 
@@ -48,50 +48,24 @@ def change(t: Tensor) -> None:
 # Replay
 
 
-def _added(x: Tensor, t: Tensor) -> Tensor:
-    return (x + t).sin().exp()
-
-
-def _of_a_view(x: Tensor, t: Tensor) -> Tensor:
-    return (x + t[0].expand(3, 4)).sin().exp()
-
-
-def _by_keyword(x: Tensor, t: Tensor) -> Tensor:
-    return torch.add(x.cos(), other=t, alpha=2).sin().exp()
-
-
-def _in_a_list(x: Tensor, t: Tensor) -> Tensor:
-    return torch.cat([x.cos(), t]).sin().exp()
-
-
-def _in_place(x: Tensor, t: Tensor) -> Tensor:
-    return x.cos().add_(t).sin().exp()
+def _written_inside(x: Tensor, t: Tensor) -> Tensor:
+    first = (x + t).sin()
+    change(t)
+    return first + t
 
 
 def _copied(x: Tensor, t: Tensor) -> Tensor:
     buffer = torch.empty_like(x)
-    buffer[:1] = t[:1]
-    buffer[1:] = t[1:]
-    return (x + buffer).sin().exp()
-
-
-def _from_it_alone(x: Tensor, t: Tensor) -> Tensor:
-    return (x * (t * 2).cos()).sin().exp()
-
-
-def _written_inside(x: Tensor, t: Tensor) -> Tensor:
-    first = (x + t).sin()
-    change(t)
-    return (first + t).sin().exp()
+    buffer[:1], buffer[1:] = t[:1], t[1:]
+    return x + buffer
 
 
 def _made_inside(x: Tensor, t: Tensor) -> Tensor:
     with torch.inference_mode():
         made = t * 2
         made.add_(x.detach())
-    y = (x + made).sin().exp()
     made_inside.append(made)
-    return y
+    return x + made
 
 
 def _statistics_in_inference_mode(x: Tensor, t: Tensor) -> Tensor:
@@ -100,7 +74,7 @@ def _statistics_in_inference_mode(x: Tensor, t: Tensor) -> Tensor:
     with torch.inference_mode():
         torch.nn.functional.batch_norm(x.detach(), mean, torch.ones(4), training=True)
         torch.nn.functional.instance_norm(x.detach()[None], mean[:3], torch.ones(3), use_input_stats=True)
-    return y * (x + mean).sin()
+    return y * (x + mean)
 
 
 def _frozen(x: Tensor, t: Tensor) -> Tensor:
@@ -110,28 +84,29 @@ def _frozen(x: Tensor, t: Tensor) -> Tensor:
 
 
 made_inside: list[Tensor] = []
-PROGRAMS = [
-    _added,
-    _of_a_view,
-    _by_keyword,
-    _in_a_list,
-    _in_place,
-    _copied,
-    _from_it_alone,
-    _written_inside,
-    _made_inside,
-    _statistics_in_inference_mode,
-    _frozen,
-]
+#: What is made of a tensor and an inference tensor, before a sine and an exponential of it.
+PROGRAMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "added": lambda x, t: x + t,
+    "of a view": lambda x, t: x + t[0].expand(3, 4),
+    "by keyword": lambda x, t: torch.add(x.cos(), other=t, alpha=2),
+    "in a list": lambda x, t: torch.cat([x.cos(), t]),
+    "in place": lambda x, t: x.cos().add_(t),
+    "copied": _copied,
+    "from it alone": lambda x, t: x * (t * 2).cos(),
+    "written inside": _written_inside,
+    "made inside": _made_inside,
+    "statistics in inference mode": _statistics_in_inference_mode,
+    "frozen": _frozen,
+}
 
 
-def _gradient(program: Callable[..., Any], region: Any) -> list[Tensor]:
+def _gradient(program: str, region: Any) -> list[Tensor]:
     """Run a program, change the inference tensors that it read, and return gradients, twice."""
     torch.manual_seed(3)
     x, t = torch.randn(3, 4, requires_grad=True), inference(3, 4)
     made_inside.clear()
     with region():
-        y = program(x, t)
+        y = PROGRAMS[program](x, t).sin().exp()
     for tensor in (t, *made_inside):
         change(tensor)
     first = torch.autograd.grad(y.sum(), x, retain_graph=True)
@@ -143,7 +118,7 @@ def _gradient(program: Callable[..., Any], region: Any) -> list[Tensor]:
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_replayed_from_inference_tensors_that_changed_is_what_the_forward_had(
-    program: Any, policy: str
+    program: str, policy: str
 ) -> None:
     expected = _gradient(program, nullcontext)
     for _ in range(3):
@@ -171,23 +146,16 @@ def test_an_inference_tensor_on_memory_that_was_seen_before_is_noticed() -> None
     assert_equal(torch.autograd.grad(z, y, torch.ones(3))[0], expected)
 
 
-def test_a_backward_in_inference_mode_is_as_plain() -> None:
-    def gradient(run: Any) -> Tensor:
+@pytest.mark.parametrize("method", [actckpt.checkpoint, in_region()], ids=["rerun", "replay"])
+def test_a_backward_in_inference_mode_is_as_plain(method: Checkpoint) -> None:
+    def gradient(run: Checkpoint) -> Tensor:
+        torch.manual_seed(0)
         x = torch.arange(3.0, requires_grad=True)
         y = run(lambda x: torch.nn.functional.dropout(x.sin().exp(), 0.5).cos(), x).sum()
         with torch.inference_mode():
             return torch.autograd.grad(y, x)[0].clone()
 
-    def region(function: Any, x: Tensor) -> Tensor:
-        with actckpt.region():
-            return function(x)
-
-    results = []
-    for run in (lambda function, x: function(x), actckpt.checkpoint, region):
-        torch.manual_seed(0)
-        results.append(gradient(run))
-    assert_equal(results[1], results[0])
-    assert_equal(results[2], results[0])
+    assert_equal(gradient(method), gradient(plain))
 
 
 class _ChangesWhatItSaved(SavingSquare):
@@ -217,18 +185,19 @@ def _read(x: Tensor, held: Tensor) -> Tensor:
 
 
 class AsModule(torch.nn.Module):
-    def forward(self, x: Tensor, held: Tensor) -> Tensor:
-        return _read(x, held)
+    """Calls a function."""
+
+    def __init__(self, function: Callable[..., Tensor] = _read) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, held: Any) -> Tensor:
+        return self.function(x, held)
 
 
 def _changing_it(x: Tensor, t: Tensor) -> Tensor:
     change(t)
     return _read(x, t)
-
-
-class _Changing(torch.nn.Module):
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        return _changing_it(x, t)
 
 
 class _Biased(torch.nn.Module):
@@ -237,7 +206,7 @@ class _Biased(torch.nn.Module):
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x + self.bias).sin().exp()
+        return _read(x, self.bias)
 
 
 def _in_a_parameter(run: Any, x: Tensor, t: Tensor) -> Tensor:
@@ -247,19 +216,18 @@ def _in_a_parameter(run: Any, x: Tensor, t: Tensor) -> Tensor:
     return run(module, x)
 
 
-class _InTuple(torch.nn.Module):
-    def forward(self, x: Tensor, held: tuple[Tensor]) -> Tensor:
-        return _read(x, held[0])
+def _read_first(x: Tensor, held: Sequence[Tensor]) -> Tensor:
+    return _read(x, held[0])
 
 
 PLACES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
     **{name: functools.partial(lambda route, run, x, t: route(run, _read, x, t), ROUTES[name]) for name in ROUTES},
     "argument of a module": lambda run, x, t: run(AsModule(), x, t),
-    "tuple of a module": lambda run, x, t: run(_InTuple(), x, (t,)),
-    "list that others have": lambda run, x, t: run(lambda x, items: _read(x, items[0]), x, _shared_list(t)),
+    "tuple of a module": lambda run, x, t: run(AsModule(_read_first), x, (t,)),
+    "list that others have": lambda run, x, t: run(_read_first, x, _shared_list(t)),
     "view": lambda run, x, t: run(AsModule(), x, t[:1]),
     "expanded": lambda run, x, t: run(AsModule(), x, t[:1].expand(3, 4)),
-    "changed by the function": lambda run, x, t: run(_Changing(), x, t),
+    "changed by the function": lambda run, x, t: run(AsModule(_changing_it), x, t),
     "changed by a function": lambda run, x, t: run(_changing_it, x, t),
     "a parameter": _in_a_parameter,
 }
@@ -272,43 +240,29 @@ def _shared_list(t: Tensor) -> list[Tensor]:
     return _shared[-1]
 
 
-def _nested(run: Any) -> Any:
-    def outer(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return run(lambda x: run(function, x.cos(), *args, **kwargs), x)
-
-    return outer
+def _of_cosine(around: Checkpoint, run: Checkpoint) -> Checkpoint:
+    """Run a function of a cosine inside of something."""
+    return lambda function, x, *args, **kwargs: around(lambda x: run(function, x.cos(), *args, **kwargs), x)
 
 
-def _in_region(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with actckpt.region():
-        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
-
-
-def _in_save_on_cpu(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _in_save_on_cpu(function: Any, x: Tensor) -> Tensor:
     with save_on_cpu():
-        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
+        return function(x)
 
 
-def _in_offload(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    with actckpt.offload(min_bytes=0):
-        return actckpt.checkpoint(function, x.cos(), *args, **kwargs)
-
-
-def _plain(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return function(x, *args, **kwargs)
-
-
-def _plain_of_cosine(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return function(x.cos(), *args, **kwargs)
-
-
+#: Each with what is plain for it.
 METHODS: dict[str, tuple[Any, Any]] = {
-    "checkpoint": (actckpt.checkpoint, _plain),
-    "offloaded inputs": (functools.partial(actckpt.checkpoint, offload_inputs=True), _plain),
-    "nested": (_nested(actckpt.checkpoint), _plain_of_cosine),
-    "in a region": (_in_region, _plain_of_cosine),
-    "in save_on_cpu": (_in_save_on_cpu, _plain_of_cosine),
-    "in offload": (_in_offload, _plain_of_cosine),
+    "checkpoint": (actckpt.checkpoint, plain),
+    "offloaded inputs": (functools.partial(actckpt.checkpoint, offload_inputs=True), plain),
+    **{
+        name: (_of_cosine(around, actckpt.checkpoint), _of_cosine(plain, plain))
+        for name, around in {
+            "nested": actckpt.checkpoint,
+            "in a region": in_region(),
+            "in save_on_cpu": _in_save_on_cpu,
+            "in offload": in_offload(),
+        }.items()
+    },
 }
 
 
@@ -341,7 +295,7 @@ def test_a_rerun_gets_inference_tensors_as_they_were_or_raises(place: str, metho
 
 @pytest.mark.parametrize("place", ["argument of a module", "view", "expanded", "changed by the function"])
 def test_a_rerun_gets_a_copy_of_an_inference_tensor_that_was_an_argument(place: str) -> None:
-    assert_equal(_rerun(place, actckpt.checkpoint, True), _rerun(place, _plain, True))
+    assert_equal(_rerun(place, actckpt.checkpoint, True), _rerun(place, plain, True))
 
 
 def test_torch_raises_where_an_inference_tensor_is_an_argument() -> None:

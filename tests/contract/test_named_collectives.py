@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_device import memory_of
+from residual_mlp import Mlp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
 from actckpt.action import Action, SavedTensorInfo
+from actckpt.policies import PerOp
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="needs a torch that is built with gloo"
@@ -93,23 +95,24 @@ def _train(policy: Any, run: Callable[[Tensor], Tensor] = _all_reduce, **options
     return seen.names, report
 
 
+_ALL_REDUCE = torch.ops._c10d_functional.all_reduce
 NAMED: dict[str, Any] = {
-    "overload": lambda: actckpt.policies.PerOp({torch.ops._c10d_functional.all_reduce.default: "recompute"}),
-    "packet": lambda: actckpt.policies.PerOp({torch.ops._c10d_functional.all_reduce: Action.RECOMPUTE}),
-    "name": lambda: actckpt.policies.PerOp({NAME: "recompute"}),
-    "what else is kept": lambda: actckpt.policies.PerOp({NAME: "recompute", "aten.sin": "keep"}),
-    "operator in a dict": lambda: {torch.ops._c10d_functional.all_reduce.default: "recompute"},
-    "name in a dict": lambda: {NAME: "recompute"},
-    "pattern of operators": lambda: {"_c10d_functional.*": "recompute"},
-    "in a module": lambda: {f"Reduced::{NAME}": "recompute"},
-    "in all modules": lambda: {f"**::{NAME}": "recompute"},
-    "short name": lambda: {"::all_reduce": "recompute"},
+    "overload": PerOp({_ALL_REDUCE.default: "recompute"}),
+    "packet": PerOp({_ALL_REDUCE: Action.RECOMPUTE}),
+    "name": PerOp({NAME: "recompute"}),
+    "what else is kept": PerOp({NAME: "recompute", "aten.sin": "keep"}),
+    "operator in a dict": {_ALL_REDUCE.default: "recompute"},
+    "name in a dict": {NAME: "recompute"},
+    "pattern of operators": {"_c10d_functional.*": "recompute"},
+    "in a module": {f"Reduced::{NAME}": "recompute"},
+    "in all modules": {f"**::{NAME}": "recompute"},
+    "short name": {"::all_reduce": "recompute"},
 }
 
 
 @pytest.mark.parametrize("policy", NAMED)
 def test_an_entry_of_the_operator_repeats_it_once_per_call(policy: str) -> None:
-    names, report = _train(NAMED[policy]())
+    names, report = _train(NAMED[policy])
     assert names == ["all_reduce", "all_reduce"]
     kept = [value for value in report.values if value.action is Action.KEEP]
     assert not any(NAME in str(value.place) for value in kept)
@@ -120,31 +123,31 @@ def test_an_entry_of_one_place_repeats_that_one() -> None:
     assert _train({f"{NAME}#1": "recompute"})[0] == ["all_reduce"]
 
 
-UNNAMED: dict[str, Any] = {
-    "recompute": lambda: "recompute",
-    "empty list": list,
-    "list": lambda: ["aten.sin"],
-    "default of PerOp": lambda: actckpt.policies.PerOp({"aten.sin": "keep"}),
-    "keep in PerOp": lambda: actckpt.policies.PerOp({NAME: "keep"}),
-    "module": lambda: {"Reduced": "recompute"},
-    "all modules": lambda: {"**": "recompute"},
-    "all operators": lambda: {"Reduced::*": "recompute"},
-    "a later entry keeps it": lambda: {NAME: "recompute", "Reduced": "keep"},
-    "a later entry of its module": lambda: {NAME: "recompute", "**": "recompute"},
-    "function": lambda: lambda info: Action.RECOMPUTE,
-    "function that asks": lambda: _only_collectives,
-    "torch, prefer": lambda: lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE,
-    "torch, must": lambda: lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE,
-}
-
-
 def _only_collectives(info: SavedTensorInfo) -> Action:
     return Action.RECOMPUTE if str(info.op).startswith(NAME) else Action.KEEP
 
 
+UNNAMED: dict[str, Any] = {
+    "recompute": "recompute",
+    "empty list": [],
+    "list": ["aten.sin"],
+    "default of PerOp": PerOp({"aten.sin": "keep"}),
+    "keep in PerOp": PerOp({NAME: "keep"}),
+    "module": {"Reduced": "recompute"},
+    "all modules": {"**": "recompute"},
+    "all operators": {"Reduced::*": "recompute"},
+    "a later entry keeps it": {NAME: "recompute", "Reduced": "keep"},
+    "a later entry of its module": {NAME: "recompute", "**": "recompute"},
+    "function": lambda info: Action.RECOMPUTE,
+    "function that asks": _only_collectives,
+    "torch, prefer": lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE,
+    "torch, must": lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE,
+}
+
+
 @pytest.mark.parametrize("policy", UNNAMED)
 def test_nothing_else_repeats_one(policy: str) -> None:
-    assert _train(UNNAMED[policy]())[0] == []
+    assert _train(UNNAMED[policy])[0] == []
 
 
 def test_the_form_in_place_stays() -> None:
@@ -202,37 +205,29 @@ def _written_behind(x: Tensor) -> Tensor:
         return y.exp().cos().sum()
 
 
-def test_a_failed_audit_raises_in_later_steps_too() -> None:
-    for words in ("came back from replay with other bytes", "on all ranks"):
-        with pytest.raises(actckpt.errors.AuditError, match=words):
-            _written_behind(torch.randn(4, requires_grad=True)).backward()
-
-
 def _returned_and_written_behind(x: Tensor) -> Tensor:
+    """Write to what the only collective returned."""
     with actckpt.region({NAME: "recompute"}):
         y = _Through.apply(x.sin(), _all_reduce)
         memory_of(y.detach())[:] = 0.5
         return y.sin().sum()
 
 
-def test_a_failed_audit_of_what_the_only_collective_returned_raises_in_later_steps_too() -> None:
+@pytest.mark.parametrize("forward", [_written_behind, _returned_and_written_behind])
+def test_a_failed_audit_raises_in_later_steps_too(forward: Callable[[Tensor], Tensor]) -> None:
     for words in ("came back from replay with other bytes", "on all ranks", "on all ranks"):
         with pytest.raises(actckpt.errors.AuditError, match=words):
-            _returned_and_written_behind(torch.randn(4, requires_grad=True)).backward()
+            forward(torch.randn(4, requires_grad=True)).backward()
 
 
 def test_a_block_with_a_budget_opens_no_region_that_repeats_one() -> None:
-    class Inside(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(16, 64), torch.nn.Linear(64, 16)
-
+    class Inside(Mlp):
         def forward(self, x: Tensor) -> Tensor:
             with actckpt.region({NAME: "recompute"}):
-                x = _Through.apply(self.first(x).sin(), _all_reduce).exp().cos()
-            return self.second(x)
+                x = _Through.apply(self.up(x).sin(), _all_reduce).exp().cos()
+            return self.down(x)
 
-    model = torch.nn.Sequential(*(Inside() for _ in range(4)))
+    model = torch.nn.Sequential(*(Inside(16) for _ in range(4)))
     actckpt.apply(model, activation_budget="80%", race=False)
     with pytest.raises(actckpt.errors.BlocksError, match="Each rank makes a plan of its own"):
         for _ in range(3):

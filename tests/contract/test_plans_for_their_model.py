@@ -1,18 +1,24 @@
-"""A plan holds for the model that it was made for: another one is told apart, in one clear line."""
+"""A plan holds for the model and the inputs that it was made for: others are told apart, in one clear line."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
-import warnings
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
+from budget_programs import BESIDE, beside
+from oracle import assert_equal
+from peaks import measured
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import actckpt
+from actckpt import Action
 
 
 class Block(nn.Module):
@@ -80,10 +86,6 @@ def test_a_plan_shows_itself_in_one_line() -> None:
     assert re.fullmatch(r"<plan for 4 block calls: [\d.]+ KiB of [\d.]+ KiB, steps take [\d.]+ % more>", repr(_plan()))
 
 
-def test_types_that_derive_from_those_of_the_plan_hold() -> None:
-    assert actckpt.apply(_model(block=Other), policy=_plan()) == ("0", "1", "2", "3")
-
-
 def test_what_libraries_make_of_a_type_holds() -> None:
     """Torch puts a class of its own in the place of a module's class, as sharding does."""
     model, x = _model(), torch.randn(64, 16)
@@ -107,32 +109,100 @@ def test_the_plan_of_a_training_holds_for_its_model_alone(tmp_path) -> None:
         actckpt.apply(_model(6), policy=loaded)
 
 
-def test_a_plan_of_another_torch_is_told(recwarn: pytest.WarningsRecorder) -> None:
-    import dataclasses
-
-    actckpt.apply(_model(), policy=_plan())
-    assert not recwarn
+def test_a_plan_of_another_torch_is_told() -> None:
     older = dataclasses.replace(_plan(), model={**_plan().model, "torch": "2.3.1+cu121"})
     with pytest.warns(UserWarning, match=r"made with torch 2.3.1\+cu121, and this is"):
         actckpt.apply(_model(), policy=older)
 
 
-def test_compiled_blocks_are_those_inside() -> None:
-    model = _model()
-    for number in range(4):
-        model[number] = torch.compile(model[number], backend="eager")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert actckpt.apply(model, policy=_plan()) == ("0", "1", "2", "3")
+def _compiled() -> nn.Module:
+    return nn.Sequential(*(torch.compile(block, backend="eager") for block in _model()))
+
+
+@pytest.mark.parametrize("made", [_compiled, lambda: _model(block=Other)], ids=["compiled", "of a derived type"])
+def test_compiled_blocks_are_those_inside_and_types_that_derive_from_those_of_the_plan_hold(
+    made: Callable[[], nn.Module],
+) -> None:
+    model = made()
+    assert actckpt.apply(model, policy=_plan()) == ("0", "1", "2", "3")
 
 
 def test_a_larger_batch_is_told_also_where_the_program_holds_what_the_first_block_is_given() -> None:
     model = _model()
     actckpt.apply(model, policy=_plan())
     x = torch.randn(64, 16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(x).sum().backward()
+    model(x).sum().backward()  # without a warning
     larger = torch.cat([x, x])
     with pytest.warns(UserWarning, match=r"block '0' is given 8\.00 KiB of hidden states, .* made for 4\.00 KiB"):
         model(larger).sum().backward()
+
+
+_WIDTH, _NUM_BLOCKS = 32, 5
+
+
+def _made(kind: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return beside(kind), torch.randn(64, _WIDTH)
+
+
+def _step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
+    return measured(model, lambda: model(x).backward())
+
+
+@pytest.mark.usefixtures("small_tensors_on_disk")
+@pytest.mark.parametrize("kind", BESIDE)
+@pytest.mark.parametrize("others", ["keep", "recompute"])
+def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: str) -> None:
+    model, x = _made(kind)
+    expected, _ = _step(model, x)
+    pins: dict[Any, str] = {(1 + block, "x0"): "offload" for block in range(_NUM_BLOCKS - 1)}
+    pins |= {"::aten.mul.Tensor#0.0": others}
+    plan = actckpt.plan(
+        lambda: _step(model, x), model=model, blocks="blocks.*", activation_budget="95%", pins=pins, race=False
+    )
+    actckpt.apply(model, policy=plan)
+    for _ in range(2):
+        actckpt.reset_stats()
+        assert_equal(_step(model, x)[0], expected)
+    stack = zip(plan.costs.blocks, plan.actions, strict=True)
+    planned = sum(v.nbytes for block, actions in stack for v in block.values if actions[v.name] is Action.OFFLOAD)
+    assert actckpt.stats().offloaded_bytes == planned >= (_NUM_BLOCKS - 1) * 64 * _WIDTH * 4
+
+
+@pytest.mark.parametrize("kind", ["mask", "handed on"])
+def test_a_plan_says_where_it_is_given_more_than_it_was_made_for(kind: str) -> None:
+    model, x = _made(kind)
+    plan = actckpt.plan(lambda: _step(model, x), model=model, blocks="blocks.*", activation_budget="60%", race=False)
+    actckpt.apply(model, policy=plan)
+    for rows in (64, 32):  # without a warning
+        assert _step(model, x[:rows].clone())[1] <= plan.budget_bytes
+    larger = torch.cat([x, x])
+    with torch.no_grad():  # which the budget does not hold for
+        model(larger)
+    with pytest.warns(UserWarning, match=r"'blocks.0' is given 16.00 KiB .* made for 8.00 KiB: .* largest batch"):
+        gradients, peak = _step(model, larger)
+    assert peak > plan.budget_bytes
+    assert_equal(_step(model, larger)[0], gradients)  # told once
+    actckpt.remove(model)
+    assert_equal(_step(model, larger)[0], gradients)
+
+
+class Pyramid(nn.Module):
+    """Calls its blocks with few rows, then with all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = beside("mask")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x[: len(x) // 4].clone()) + self.net(x.clone())
+
+
+def test_a_plan_is_made_for_the_call_of_a_block_that_is_given_most() -> None:
+    model, x = Pyramid(), torch.randn(64, _WIDTH)
+    step = lambda: _step(model, x)  # noqa: E731
+    plan = actckpt.plan(step, model=model, blocks="net.blocks.*", activation_budget="80%", race=False)
+    actckpt.apply(model, policy=plan)
+    step()
+    with pytest.warns(UserWarning, match=r"'net.blocks.0' is given 16.00 KiB .* made for 8.00 KiB"):
+        _step(model, torch.cat([x, x]))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from internals.stores import flush, store_of_kind
-from oracle import Saves, SavingSquare, assert_equal, leaf
+from oracle import Saves, SavingSquare, assert_equal, in_offload, in_region, leaf, plain
 
 import actckpt
 
@@ -156,34 +156,22 @@ class _Quantize(torch.autograd.Function):
         return grad, None
 
 
-def _region(policy: Any) -> Any:
-    def method(function: Any, *args: Any) -> Any:
-        with actckpt.region(policy):
-            return function(*args)
-
-    return method
-
-
-def _in_offload(method: Any) -> Any:
-    def offloaded(*args: Any) -> Any:
-        with actckpt.offload(min_bytes=0):
-            return method(*args)
-
-    return offloaded
-
-
 METHODS: dict[str, Any] = {
     "rerun": actckpt.checkpoint,
     "te.checkpoint": actckpt.te.checkpoint,
-    "offload": _in_offload(lambda function, *args: function(*args)),
+    "offload": in_offload(),
     "offloaded inputs": functools.partial(actckpt.checkpoint, offload_inputs=True),
-    "recompute": _region("recompute"),
-    "list": _region([torch.ops.aten.mm.default]),
-    "offload policy": _region("offload"),
-    "region in offload": _in_offload(_region("recompute")),
-    "rerun in offload": _in_offload(actckpt.checkpoint),
+    "recompute": in_region("recompute"),
+    "list": in_region([torch.ops.aten.mm.default]),
+    "offload policy": in_region("offload"),
+    "region in offload": in_offload(in_region("recompute")),
+    "rerun in offload": in_offload(actckpt.checkpoint),
     "rerun in rerun": lambda function, *args: actckpt.checkpoint(actckpt.checkpoint, function, *args),
 }
+
+
+def _weight(kind: type[Quantized]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(kind(*_quantized(torch.randn(8, 8), torch.tensor(40.0)), True))
 
 
 @pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
@@ -191,8 +179,7 @@ METHODS: dict[str, Any] = {
 def test_quantized_weights_that_an_optimizer_changed_are_saved(name: str, kind: type[Quantized]) -> None:
     def program(method: Any) -> Any:
         torch.manual_seed(3)
-        weight = torch.nn.Parameter(kind(*_quantized(torch.randn(8, 8), torch.tensor(40.0)), True))
-        found = []
+        weight, found = _weight(kind), []
         for _ in range(3):
             x = leaf(4, 8)
             method(lambda x: _QuantizedLinear.apply(x.sin(), weight).exp(), x).sum().backward()
@@ -202,7 +189,7 @@ def test_quantized_weights_that_an_optimizer_changed_are_saved(name: str, kind: 
         assert weight._version == 3
         return found
 
-    assert_equal(program(METHODS[name]), program(lambda function, *args: function(*args)))
+    assert_equal(program(METHODS[name]), program(plain))
 
 
 @pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
@@ -221,13 +208,13 @@ def test_quantized_activations_that_were_changed_before_they_were_saved_come_bac
         x, weight = leaf(4, 8), leaf(8, 8)
         return torch.autograd.grad(method(function, x * 1.0, weight * 1.0).sum(), [x, weight])
 
-    assert_equal(program(METHODS[name]), program(lambda function, *args: function(*args)))
+    assert_equal(program(METHODS[name]), program(plain))
 
 
 @pytest.mark.parametrize("kind", [Quantized, QuantizedPair])
 @pytest.mark.parametrize("name", ["offload", "recompute", "list", "offload policy"])
 def test_quantized_weights_that_are_changed_after_they_were_saved_raise(name: str, kind: type[Quantized]) -> None:
-    weight = torch.nn.Parameter(kind(*_quantized(torch.randn(8, 8), torch.tensor(40.0)), True))
+    weight = _weight(kind)
     y = METHODS[name](lambda x: _QuantizedLinear.apply(x, weight), leaf(4, 8))
     with torch.no_grad():
         weight.mul_(0.5)

@@ -98,11 +98,26 @@ def test_checkpoints_in_checkpoints_run_once_more(number: int) -> None:
     assert fault.num_calls == (4 if number < 4 else 3)
 
 
-def test_nothing_runs_a_third_time() -> None:
-    fault = _Fault({2: _out_of_memory, 3: _out_of_memory})
-    with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+def _fail() -> None:
+    raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize(
+    ("rescue", "fails", "error", "num_calls"),
+    [
+        (True, {2: _out_of_memory, 3: _out_of_memory}, torch.OutOfMemoryError, 3),  # nothing runs a third time
+        (True, {2: _fail}, RuntimeError, 2),
+        (False, {2: _out_of_memory}, torch.OutOfMemoryError, 2),
+    ],
+)
+def test_what_is_not_rescued_raises_at_once(
+    rescue: bool, fails: dict[int, Callable[[], object]], error: type[Exception], num_calls: int
+) -> None:
+    actckpt.configure(rescue=rescue)
+    fault = _Fault(fails)
+    with pytest.raises(error, match=r"no memory left|something else"):
         _results(fault=fault)
-    assert fault.num_calls == 3
+    assert fault.num_calls == num_calls
 
 
 def test_an_error_of_the_second_attempt_has_the_first_one_as_context() -> None:
@@ -117,21 +132,3 @@ def test_an_error_of_the_second_attempt_has_the_first_one_as_context() -> None:
     assert isinstance(raised.value.__context__, KeyError)
     first = raised.value.__context__.__context__
     assert isinstance(first, torch.OutOfMemoryError) and str(first) == "no memory left"
-
-
-def test_an_error_of_another_kind_is_raised_at_once() -> None:
-    def fail() -> None:
-        raise RuntimeError("something else")
-
-    fault = _Fault({2: fail})
-    with pytest.raises(RuntimeError, match="something else"):
-        _results(fault=fault)
-    assert fault.num_calls == 2
-
-
-def test_rescue_can_be_switched_off() -> None:
-    actckpt.configure(rescue=False)
-    fault = _Fault({2: _out_of_memory})
-    with pytest.raises(torch.OutOfMemoryError):
-        _results(fault=fault)
-    assert fault.num_calls == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from internals.stores import flush
 from offload_oracle import TwoTensor
-from oracle import Saves, assert_equal
+from oracle import Checkpoint, Saves, assert_equal, in_offload, in_region, plain
 from torch.utils import _pytree
 
 import actckpt
@@ -155,23 +155,13 @@ def _from_local(mesh: Any, x: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Replicate()])
 
 
-def _offload() -> Any:
-    return actckpt.offload(min_bytes=0)
-
-
-@contextmanager
-def _region_in_offload() -> Iterator[None]:
-    with _offload(), actckpt.region():
-        yield
-
-
-METHODS: dict[str, Callable[[], Any]] = {
-    "recompute": actckpt.region,
-    "keep matmuls": lambda: actckpt.region([aten.mm]),
-    "offload policy": lambda: actckpt.region(lambda info: "offload"),
-    "offload matmuls": lambda: actckpt.region(actckpt.policies.PerOp({aten.mm: "offload"}, default="recompute")),
-    "offload": _offload,
-    "region in offload": _region_in_offload,
+METHODS: dict[str, Checkpoint] = {
+    "recompute": in_region(),
+    "keep matmuls": in_region([aten.mm]),
+    "offload policy": in_region("offload"),
+    "offload matmuls": in_region(actckpt.policies.PerOp({aten.mm: "offload"}, default="recompute")),
+    "offload": in_offload(),
+    "region in offload": in_offload(in_region()),
 }
 
 pytestmark = [
@@ -185,28 +175,26 @@ pytestmark = [
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_function_gets_back_the_subclass_that_it_saved(kind: str, method: str, mesh: Any) -> None:
-    def program(context: Callable[[], Any]) -> Any:
+    def program(method: Checkpoint) -> Any:
         torch.manual_seed(3)
         x, values = torch.randn(6, 8, requires_grad=True), torch.randn(6, 8)
-        with context():
-            y = _Saves.apply(x.sin(), KINDS[kind](mesh, values * 1)).exp()
+        y = method(lambda x: _Saves.apply(x.sin(), KINDS[kind](mesh, values * 1)).exp(), x)
         flush()
         return torch.autograd.grad(y.sum(), x)
 
-    expected = program(nullcontext)
+    expected = program(plain)
     for _ in range(2):
         assert_equal(program(METHODS[method]), expected)
 
 
-def _matmuls(mesh: Any, kind: str, context: Callable[[], Any]) -> Any:
+def _matmuls(mesh: Any, kind: str, method: Checkpoint) -> Any:
     torch.manual_seed(3)
     make = KINDS[kind]
     x = make(mesh, torch.randn(6, 8)).requires_grad_()
     w = torch.nn.Parameter(make(mesh, torch.randn(8, 8)))
     found = []
     for _ in range(2):
-        with context():
-            y = torch.mm((x * 2).sin(), w.t()).exp().tanh()
+        y = method(lambda x, w: torch.mm((x * 2).sin(), w.t()).exp().tanh(), x, w)
         flush()
         found += torch.autograd.grad(y, [x, w], torch.ones_like(y))
         with torch.no_grad():
@@ -217,7 +205,7 @@ def _matmuls(mesh: Any, kind: str, context: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", ["distributed", "replicated", "two tensors", "nested", "names what is no tensor"])
 def test_gradients_of_operators_on_subclasses_are_those_of_plain_autograd(kind: str, method: str, mesh: Any) -> None:
-    assert_equal(_matmuls(mesh, kind, METHODS[method]), _matmuls(mesh, kind, nullcontext))
+    assert_equal(_matmuls(mesh, kind, METHODS[method]), _matmuls(mesh, kind, plain))
 
 
 @pytest.mark.parametrize("kind", ["distributed", "two tensors", "nested", "names what is no tensor"])
@@ -228,10 +216,10 @@ def test_checkpoints_of_subclasses_hold_and_move_their_inputs(kind: str, mesh: A
         y = function(lambda h: h.sin().exp(), x * 2)
         return _plain(torch.autograd.grad(y, x, torch.ones_like(y))[0])
 
-    expected = program(lambda function, x: function(x))
+    expected = program(plain)
     assert_equal(program(actckpt.checkpoint), expected)
-    assert_equal(program(lambda function, x: actckpt.checkpoint(function, x, offload_inputs=True)), expected)
-    assert_equal(program(lambda function, x: actckpt.checkpoint(actckpt.checkpoint, function, x)), expected)
+    assert_equal(program(partial(actckpt.checkpoint, offload_inputs=True)), expected)
+    assert_equal(program(partial(actckpt.checkpoint, actckpt.checkpoint)), expected)
 
 
 @pytest.mark.parametrize("is_through_a_view", [False, True])
@@ -258,16 +246,18 @@ def test_a_subclass_that_replay_reads_and_that_changed_after_the_region_raises(
 
 @pytest.mark.parametrize("kind", ["distributed", "two tensors"])
 def test_a_subclass_that_changes_inside_of_the_region_is_replayed_from_what_it_was(kind: str, mesh: Any) -> None:
-    def program(context: Callable[[], Any]) -> Any:
+    def function(x: Any, w: Any) -> Any:
+        y = (x.detach() * w.t() + x).exp()
+        w.mul_(3)
+        return y + (x.detach() * w.t() + x).exp()
+
+    def program(method: Checkpoint) -> Any:
         torch.manual_seed(3)
         x, w = KINDS[kind](mesh, torch.randn(64, 1)).requires_grad_(), KINDS[kind](mesh, torch.randn(64, 1)) * 1
-        with context():
-            y = (x.detach() * w.t() + x).exp()
-            w.mul_(3)
-            z = (x.detach() * w.t() + x).exp()
-        return _plain(torch.autograd.grad(y + z, x, torch.ones_like(y))[0])
+        y = method(function, x, w)
+        return _plain(torch.autograd.grad(y, x, torch.ones_like(y))[0])
 
-    assert_equal(program(actckpt.region), program(nullcontext))
+    assert_equal(program(in_region()), program(plain))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,9 +272,9 @@ def test_live_storages_count_what_a_subclass_is_made_of(kind: str, mesh: Any) ->
     assert live.live_bytes == 0
 
 
-@pytest.mark.parametrize("context", [_offload, lambda: actckpt.region(lambda info: "offload")])
+@pytest.mark.parametrize("method", ["offload", "offload policy"])
 def test_what_a_collective_still_writes_is_waited_for_before_it_is_moved(
-    context: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -296,8 +286,7 @@ def test_what_a_collective_still_writes_is_waited_for_before_it_is_moved(
 
     monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", write)
     x = torch.randn(6, 8, requires_grad=True)
-    with context():
-        y = _Saves.apply(x, AsyncCollectiveTensor(torch.zeros(6, 8)))
-        flush()
+    y = METHODS[method](lambda x: _Saves.apply(x, AsyncCollectiveTensor(torch.zeros(6, 8))), x)
+    flush()
     monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", lambda tensor: tensor.elem)
     assert_equal(torch.autograd.grad(y.sum(), x)[0], values)

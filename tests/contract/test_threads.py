@@ -36,25 +36,38 @@ def test_threads_that_share_one_graph_get_the_gradients_of_one(count: int, depth
 
 
 @pytest.mark.parametrize("preserve_rng_state", [True, False])
-def test_eight_threads_with_separate_graphs_get_their_own_gradients(preserve_rng_state: bool) -> None:
-    dropout = 0.3 if preserve_rng_state else 0.0
-    models = [mlp(dropout=dropout) for _ in range(8)]
+def test_threads_with_separate_graphs_get_their_own_gradients_also_beside_a_rerun_that_fails(
+    preserve_rng_state: bool,
+) -> None:
+    models = [mlp(dropout=0.3 if preserve_rng_state else 0.0) for _ in range(8)]
     inputs = [leaf(3, 8) for _ in models]
-    expected, losses = [], []
-    for method, keep in ((plain, expected), (ours, losses)):
+
+    def losses(method: Callable[..., Any], **options: bool) -> list[torch.Tensor]:
         torch.manual_seed(4)
-        for model, x in zip(models, inputs, strict=True):
-            loss = method(model, x).square().sum()
-            keep.append(torch.autograd.grad(loss, [x, *model.parameters()]) if method is plain else loss)
-    if not preserve_rng_state:
-        losses = [ours(m, x, preserve_rng_state=False).square().sum() for m, x in zip(models, inputs, strict=True)]
+        return [method(model, x, **options).square().sum() for model, x in zip(models, inputs, strict=True)]
+
+    def gradients(loss: torch.Tensor, i: int) -> Any:
+        return torch.autograd.grad(loss, [inputs[i], *models[i].parameters()])
+
+    def fail(x: torch.Tensor) -> torch.Tensor:
+        if forward_is_over.is_set():
+            raise KeyError("rerun")
+        return x.sin().exp()
+
+    forward_is_over = threading.Event()
+    expected = [gradients(loss, i) for i, loss in enumerate(losses(plain))]
+    found, failing = losses(ours, preserve_rng_state=preserve_rng_state), ours(fail, leaf(3)).sum()
+    forward_is_over.set()
     state = torch.get_rng_state()
-    for result, want in zip(
-        in_threads(lambda i: torch.autograd.grad(losses[i], [inputs[i], *models[i].parameters()]), 8),
-        expected,
-        strict=True,
-    ):
-        assert_equal(result, want)
+
+    def work(i: int) -> Any:
+        if i < 8:
+            return gradients(found[i], i)
+        with pytest.raises(KeyError, match="rerun"):
+            failing.backward()
+        return None
+
+    assert_equal(in_threads(work, 9)[:8], expected)
     assert_equal(torch.get_rng_state(), state)
 
 
@@ -82,37 +95,6 @@ def test_eight_threads_run_whole_steps_with_generators_of_their_own() -> None:
 
     expected = [step(i, plain) for i in range(8)]
     assert_equal(in_threads(lambda i: step(i, ours), 8), expected)
-
-
-def test_a_failing_rerun_in_one_thread_leaves_the_others_alone() -> None:
-    model = mlp(dropout=0.3)
-    forward_is_over = threading.Event()
-
-    def fail(x: torch.Tensor) -> torch.Tensor:
-        if forward_is_over.is_set():
-            raise KeyError("rerun")
-        return x.sin().exp()
-
-    xs = [leaf(3, 8) for _ in range(6)]
-    losses, expected = [], []
-    for method, keep in ((plain, expected), (ours, losses)):
-        torch.manual_seed(5)
-        for x in xs:
-            loss = method(model, x).sum()
-            keep.append(torch.autograd.grad(loss, x) if method is plain else loss)
-    failing = ours(fail, leaf(3)).sum()
-    forward_is_over.set()
-    state = torch.get_rng_state()
-
-    def work(i: int) -> Any:
-        if i == 6:
-            with pytest.raises(KeyError, match="rerun"):
-                failing.backward()
-            return None
-        return torch.autograd.grad(losses[i], xs[i])
-
-    assert_equal(in_threads(work, 7)[:6], expected)
-    assert_equal(torch.get_rng_state(), state)
 
 
 def test_backward_in_another_thread_than_forward_restores_thread_local_state() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal
+from oracle import assert_equal, in_offload, in_region, plain
+from residual_mlp import Mlp
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,36 +26,18 @@ _SIZE = 400_000  # more than what is too small to be moved
 Body = Callable[..., Tensor]
 
 
-def _in_region(policy: Any) -> Callable[[Body], Body]:
-    def wrapped(body: Body) -> Body:
-        def run(*tensors: Tensor) -> Tensor:
-            with actckpt.region(policy):
-                return body(*tensors)
-
-        return run
-
-    return wrapped
-
-
-def _in_offload(body: Body) -> Body:
-    def run(*tensors: Tensor) -> Tensor:
-        with actckpt.offload(min_bytes=0):
-            return body(*tensors)
-
-    return run
-
-
+_OFFLOADED_SINES = PerOp({_aten.sin.default: "offload"}, default="recompute")
+#: Around a body.
 METHODS: dict[str, Callable[[Body], Body]] = {
-    "recompute": _in_region("recompute"),
-    "list": _in_region([_aten.mul.Tensor]),
-    "PerOp": _in_region(PerOp({_aten.sin.default: "offload"}, default="recompute")),
-    "all offloaded": _in_region(PerOp({}, default="offload")),
-    "offload": _in_offload,
-    "checkpoint with PerOp": lambda body: (
-        lambda *tensors: actckpt.checkpoint(
-            body, *tensors, policy=PerOp({_aten.sin.default: "offload"}, default="recompute")
-        )
-    ),
+    name: partial(partial, method)
+    for name, method in {
+        "recompute": in_region(),
+        "list": in_region([_aten.mul.Tensor]),
+        "PerOp": in_region(_OFFLOADED_SINES),
+        "all offloaded": in_region(PerOp({}, default="offload")),
+        "offload": in_offload(),
+        "checkpoint with PerOp": partial(actckpt.checkpoint, policy=_OFFLOADED_SINES),
+    }.items()
 }
 
 
@@ -71,44 +55,37 @@ def method(request: pytest.FixtureRequest) -> Callable[[Body], Body]:
     return METHODS[request.param]
 
 
-@pytest.mark.parametrize("has_zero_tangent", [True, False])
-def test_tangents_of_jvp_and_their_gradients(method: Callable[[Body], Body], has_zero_tangent: bool) -> None:
-    def run(body: Body) -> Any:
-        x, w, tangent = _leaves()
-        if has_zero_tangent:
-            found = torch.func.jvp(lambda x: body(x, w), (x,), (tangent,))
-        else:
-            found = torch.func.jvp(body, (x, w), (tangent, torch.zeros(_SIZE)))
-        return found, torch.autograd.grad((found[0] * found[1]).sum(), (x, w))
+def _jvp(body: Body, x: Tensor, w: Tensor, tangent: Tensor) -> Any:
+    found = torch.func.jvp(body, (x, w), (tangent, torch.zeros(_SIZE)))
+    return found, torch.autograd.grad((found[0] * found[1]).sum(), (x, w))
 
+
+def _jvp_with_zero_tangent(body: Body, x: Tensor, w: Tensor, tangent: Tensor) -> Any:
+    found = torch.func.jvp(lambda x: body(x, w), (x,), (tangent,))
+    return found, torch.autograd.grad((found[0] * found[1]).sum(), (x, w))
+
+
+def _tangents_of_gradients(body: Body, x: Tensor, w: Tensor, tangent: Tensor) -> list[Tensor]:
+    with forward_ad.dual_level():
+        gradients = torch.autograd.grad(body(forward_ad.make_dual(x, tangent), w).sum(), (x, w))
+        return [part.clone() for gradient in gradients for part in forward_ad.unpack_dual(gradient)]
+
+
+@pytest.mark.parametrize("run", [_jvp, _jvp_with_zero_tangent, _tangents_of_gradients])
+def test_tangents_and_their_gradients(method: Callable[[Body], Body], run: Callable[..., Any]) -> None:
     for _ in range(2):
-        assert_equal(run(method(_body)), run(_body))
-
-
-def test_gradients_have_their_tangents(method: Callable[[Body], Body]) -> None:
-    def run(body: Body) -> list[Tensor]:
-        x, w, tangent = _leaves()
-        with forward_ad.dual_level():
-            y = body(forward_ad.make_dual(x, tangent), w)
-            gradients = torch.autograd.grad(y.sum(), (x, w))
-            return [part.clone() for gradient in gradients for part in forward_ad.unpack_dual(gradient)]
-
-    for _ in range(2):
-        assert_equal(run(method(_body)), run(_body))
+        assert_equal(run(method(_body), *_leaves()), run(_body, *_leaves()))
 
 
 def test_make_fx_traces_forward_and_backward(method: Callable[[Body], Body]) -> None:
-    def step(body: Body) -> Callable[..., tuple[Tensor, ...]]:
-        def run(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
-            x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
-            return torch.autograd.grad(body(x, w).sum(), (x, w))
-
-        return run
+    def step(body: Body, x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(body(x, w).sum(), (x, w))
 
     x, w, other = _leaves()
-    traced = make_fx(step(method(_body)))(x, w)
+    traced = make_fx(partial(step, method(_body)))(x, w)
     for first, second in ((x, w), (other, x)):
-        assert_equal(traced(first, second), step(_body)(first, second))
+        assert_equal(traced(first, second), step(_body, first, second))
 
 
 def _sparse(layout: str) -> Callable[[Tensor], Tensor]:
@@ -134,18 +111,15 @@ def test_values_of_sparse_tensors(method: Callable[[Body], Body], layout: str) -
 
 
 class _Block(torch.nn.Module):
-    def __init__(self, wrap: Callable[[Body, Tensor], Tensor] | None = None) -> None:
+    def __init__(self, wrap: Callable[[Body, Tensor], Tensor]) -> None:
         super().__init__()
-        self.up, self.down, self.wrap = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8), wrap
-
-    def _body(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        self.mlp, self.wrap = Mlp(8), wrap
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._body(x) if self.wrap is None else self.wrap(self._body, x)
+        return self.wrap(self.mlp.forward, x)
 
 
-def _blocks(wrap: Callable[[Body, Tensor], Tensor] | None = None) -> torch.nn.Module:
+def _blocks(wrap: Callable[[Body, Tensor], Tensor] = plain) -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(*(_Block(wrap) for _ in range(3)))
 
@@ -166,13 +140,8 @@ def test_export_sees_the_plain_model(options: dict[str, Any], strict: bool) -> N
     assert _operators(model, strict=strict) == _operators(_blocks(), strict=strict)
 
 
-def _run_in_region(body: Body, x: Tensor) -> Tensor:
-    with actckpt.region():
-        return body(x)
-
-
 def test_export_of_code_with_checkpoints_and_regions_sees_plain_code() -> None:
-    for strict, wrap in ((False, actckpt.checkpoint), (True, actckpt.checkpoint), (False, _run_in_region)):
+    for strict, wrap in ((False, actckpt.checkpoint), (True, actckpt.checkpoint), (False, in_region())):
         assert _operators(_blocks(wrap), strict=strict) == _operators(_blocks(), strict=strict)
 
 
@@ -182,7 +151,7 @@ _TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor],
     "jacrev": torch.func.jacrev,
     "hessian": torch.func.hessian,
 }
-_METHODS = {**METHODS, "rerun": lambda body: lambda *tensors: actckpt.checkpoint(body, *tensors)}
+_METHODS = {**METHODS, "rerun": partial(partial, actckpt.checkpoint)}
 
 
 @pytest.mark.parametrize("transform", _TRANSFORMS.values(), ids=_TRANSFORMS)
@@ -200,11 +169,11 @@ def test_a_transform_inside_of_a_rerun_that_takes_no_hooks_is_one_clear_error() 
         actckpt.checkpoint(torch.func.grad(lambda x: x.sin().sum()), torch.ones(4, requires_grad=True))
 
 
-@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacfwd], ids=["vmap", "jacfwd"])
 @pytest.mark.parametrize("name", _METHODS)
-def test_other_transforms_run_as_without(name: str, transform: Any) -> None:
+def test_other_transforms_run_as_without(name: str) -> None:
     x = torch.rand(3, 4)
-    assert_equal(transform(_METHODS[name](torch.sin))(x), transform(torch.sin)(x))
+    for transform in (torch.func.vmap, torch.func.jacfwd):
+        assert_equal(transform(_METHODS[name](torch.sin))(x), transform(torch.sin)(x))
 
 
 def test_backward_of_the_results_of_vmap_needs_a_policy() -> None:

@@ -1,0 +1,318 @@
+"""Steps of `plan`, `compare` and `estimate`: what cannot run is one clear error, and what their optimizers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import on_device
+import pytest
+import torch
+from oracle import assert_equal
+from torch import Tensor, nn
+
+import actckpt
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)))
+
+
+def _x() -> Tensor:
+    return torch.linspace(-1, 1, 4 * 16).view(4, 16)
+
+
+_CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
+    "plan": lambda model, step: actckpt.plan(step, model=model, activation_budget="100%", race=False),
+    "compare": lambda model, step: actckpt.compare(step, model=model, policies={}, rounds=1),
+    "estimate": lambda model, step: actckpt.estimate(step, model=model, policies={}),
+}
+
+
+@pytest.fixture(params=_CALLS)
+def who(request: pytest.FixtureRequest) -> str:
+    if request.param == "estimate" and on_device.device_type != "cpu":
+        pytest.skip("what is estimated is what a CPU would do")
+    return str(request.param)
+
+
+def _generator() -> Iterator[int]:
+    yield 1
+
+
+async def _coroutine() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("step", "kind", "message"),
+    [
+        (torch.ones(2), TypeError, r"the step is a tensor of shape \(2,\), not a function\. .*uncalled\.$"),
+        (None, TypeError, r"the step is None, not a function"),
+        (lambda batch: batch, ValueError, r"takes arguments \(missing .*: 'batch'\)\. .*lambda: model"),
+        (nn.Linear(2, 2), ValueError, r"the step is the module Linear, which takes arguments"),
+        (_generator, ValueError, "does not run when it is called"),
+        (_coroutine, ValueError, "does not run when it is called"),
+    ],
+    ids=["loss", "None", "arguments", "module", "generator", "coroutine"],
+)
+def test_what_cannot_be_called_is_refused(who: str, step: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=rf"^{who}: .*{message}") as raised:
+        _CALLS[who](_model(), step)
+    assert "\n" not in str(raised.value)
+
+
+_OFF = pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+
+
+@_OFF
+def test_where_gradients_are_off_that_is_named(who: str, off: Any) -> None:
+    model = _model()
+    with off(), pytest.raises(ValueError, match=rf"^{who}: the step cannot run backward\. .*torch\.no_grad"):
+        _CALLS[who](model, lambda: model(_x()).sum().backward())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_that_turns_gradients_on_runs_where_they_are_off_and_may_return_its_loss(who: str) -> None:
+    model, num_runs = _model(), 0
+
+    @torch.enable_grad()
+    def step() -> Tensor:
+        nonlocal num_runs
+        num_runs += 1
+        loss: Tensor = model(_x()).sum()
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        _CALLS[who](model, step)
+        assert not torch.is_grad_enabled()
+    assert num_runs > 1
+
+
+def test_a_step_that_returns_its_loss_without_backward_is_told_to_run_it(who: str) -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=r"It returned a tensor: run backward inside of the step"):
+        _CALLS[who](model, lambda: model(_x()).sum())
+
+
+def test_a_model_in_which_nothing_is_trained_is_named(who: str) -> None:
+    model = _model().requires_grad_(False)
+    x = _x().requires_grad_()
+    with pytest.raises(ValueError, match="None of its parameters requires gradients"):
+        _CALLS[who](model, lambda: model(x.detach()).sum())
+
+
+def test_what_a_step_returns_is_no_reason_where_it_ran_backward() -> None:
+    model = _model()
+
+    def step() -> Tensor:
+        loss: Tensor = (model(_x()) + model(_x())).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(actckpt.errors.BlocksError, match="ran 2 times in the step") as raised:
+        actckpt.plan(step, model=model, activation_budget="100%", race=False)
+    assert "It returned" not in str(raised.value)
+
+
+@_OFF
+def test_a_step_that_runs_without_gradients_is_told_so(off: Any) -> None:
+    model = _model()
+
+    def step() -> None:
+        with off():
+            model(_x()).sum()
+
+    message = (
+        r"^plan: 3 of 3 blocks ran without gradients in the step \(torch\.no_grad.*\): 0-2\. Pass a step that trains"
+    )
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
+        actckpt.plan(step, model=model, activation_budget="100%", race=False)
+
+
+class _Skips(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_model())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.layers[0]:  # type: ignore[attr-defined]
+            x = part(x)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize(
+    ("called", "message"),
+    [
+        (lambda model: model, r"2 of 3 blocks were not called .* the _Skips was: layers\.0-1\."),
+        (lambda model: _model(), r"called neither the _Skips that was given .* any of its 3 blocks\."),
+        (lambda model: model.layers[2], r"2 of 3 blocks were not .* and neither was the _Skips .*0-1\."),
+    ],
+)
+def test_blocks_that_no_step_calls_are_named_with_what_to_pass(called: Any, message: str) -> None:
+    model = _Skips()
+    part = called(model)
+    with pytest.raises(actckpt.errors.BlocksError, match=message):
+        _CALLS["plan"](model, lambda: part(_x()).sum().backward())
+
+
+@pytest.mark.parametrize("model", [None, [_model()]])
+def test_what_is_no_module_is_refused(who: str, model: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^{who}: model is a \w+, not a module\."):
+        _CALLS[who](model, lambda: None)
+
+
+@pytest.mark.parametrize("rounds", [0, -1, 2.5, "3"])
+def test_rounds_are_a_whole_number(rounds: Any) -> None:
+    with pytest.raises(ValueError, match=r"^compare: rounds=.* Pass a whole number from 1 on"):
+        actckpt.compare(lambda: None, model=_model(), rounds=rounds)
+
+
+class Training:
+    """A model with one optimizer for matrices and one for the rest, and a step that runs both."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))  # noqa: E731
+        self.model = nn.Sequential(*(block() for _ in range(4)))
+        self.x = torch.randn(8, 16)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
+        self.optimizers = [torch.optim.SGD(matrices, 0.01, momentum=0.9), torch.optim.AdamW(others)]
+
+    def step(self) -> None:
+        self.model.zero_grad()
+        self.model(self.x).square().sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self) -> list[Tensor]:
+        found = [parameter.detach().clone() for parameter in self.model.parameters()]
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
+        return found
+
+
+def _plan(training: Training, optimizer: Any) -> object:
+    return actckpt.plan(training.step, model=training.model, optimizer=optimizer, activation_budget="60%", race=False)
+
+
+def _compare(training: Training, optimizer: Any) -> object:
+    return actckpt.compare(training.step, model=training.model, optimizer=optimizer, rounds=1)
+
+
+def _estimate(training: Training, optimizer: Any) -> object:
+    return actckpt.estimate(training.step, model=training.model, optimizer=optimizer, target="h100")
+
+
+def _apply(training: Training, optimizer: Any) -> object:
+    return actckpt.apply(training.model, budget="1GiB", optimizer=optimizer)
+
+
+class Wrapper:
+    """Wraps an optimizer as accelerate does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.step = optimizer, lambda: optimizer.step()
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("measure", "is_wrapped"), [(_plan, False), (_compare, False), (_estimate, False), (_plan, True), (_compare, True)]
+)
+def test_the_state_of_several_optimizers_stays(measure: Callable[[Training, Any], object], is_wrapped: bool) -> None:
+    training = Training()
+    if is_wrapped:
+        training.optimizers = [Wrapper(each) for each in training.optimizers]
+    training.step()
+    before = training.state()
+    measure(training, training.optimizers)
+    assert_equal(training.state(), before)
+
+
+@pytest.mark.parametrize("measure", [_plan, _compare, _estimate])
+def test_one_of_several_that_was_left_out_is_named(measure: Callable[[Training, Any], object]) -> None:
+    training = Training()
+    training.step()
+    before = training.state()
+    with pytest.raises(ValueError, match=r"an optimizer .*AdamW.* that was not given|not given \(AdamW\)"):
+        measure(training, training.optimizers[0])
+    assert_equal(training.state(), before)
+
+
+@pytest.mark.parametrize("measure", [_plan, _compare, _estimate, _apply])
+@pytest.mark.parametrize(
+    ("optimizer", "error", "message"),
+    [
+        (lambda _: "adam", TypeError, r"optimizer is a str\. Pass the torch\.optim\.Optimizer"),
+        (lambda _: torch.optim.AdamW, TypeError, r"optimizer is the class AdamW"),
+        (lambda training: [training.optimizers[0], 3], TypeError, r"optimizer is a int"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(
+    measure: Callable[[Training, Any], object], optimizer: Callable[[Training], Any], error: type, message: str
+) -> None:
+    training = Training()
+    with pytest.raises(error, match=message):
+        measure(training, optimizer(training))
+
+
+def test_budgets_count_the_state_of_all_optimizers() -> None:
+    if on_device.device_type != "cpu":
+        pytest.skip("everything that is allocated counts there")
+    peaks = []
+    for num in (0, 1, 2):
+        training = Training()
+        training.step()
+        actckpt.apply(training.model, budget="1GiB", optimizer=training.optimizers[:num], race=False)
+        for _ in range(2):
+            training.step()
+        peaks.append(actckpt.report(training.model).plan.peak_bytes)
+    states = [
+        sum(value.nbytes for state in each.state.values() for value in state.values()) for each in training.optimizers
+    ]
+    assert peaks[1] - peaks[0] == states[0] and peaks[2] - peaks[1] == states[1]
+
+
+def test_an_update_without_an_optimizer_is_named() -> None:
+    training = Training()
+
+    def step() -> None:
+        training.model.zero_grad()
+        training.model(training.x).square().sum().backward()
+        with torch.no_grad():
+            for parameter in training.model.parameters():
+                parameter -= 0.01 * parameter.grad
+
+    before = training.state()
+    with pytest.raises(ValueError, match=r"plan: the step changed '0.0.weight', and no optimizer was given"):
+        actckpt.plan(step, model=training.model, activation_budget="60%", race=False)
+    assert_equal(training.state(), before)
+
+
+@pytest.mark.parametrize("measure", [_plan, _compare, _apply])
+def test_an_optimizer_that_trains_nothing_of_the_model_is_told(measure: Callable[[Training, Any], object]) -> None:
+    """As one of master copies, which is right, or one of another model, which is not."""
+    training = Training()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in training.model.parameters()]
+    training.optimizers = []
+    with pytest.warns(UserWarning, match="optimizer SGD trains no parameter of this Sequential"):
+        measure(training, torch.optim.SGD(copies, 0.1))
+
+
+@pytest.mark.parametrize("given", [slice(0, 1), slice(0, 2)])
+@pytest.mark.parametrize("measure", [_plan, _compare])
+def test_a_step_may_run_the_optimizer_of_another_model(
+    measure: Callable[[Training, Any], object], given: slice
+) -> None:
+    """As that of a discriminator, given or not."""
+    training = Training()
+    other = nn.Linear(16, 1)
+    training.optimizers = [torch.optim.SGD(training.model.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.1)]
+    before = training.state()
+    other.weight.grad = torch.ones_like(other.weight)
+    measure(training, training.optimizers[given])
+    assert_equal(training.state(), before)
