@@ -147,7 +147,7 @@ class ModelReport:
             OSError: the file cannot be written.
         Cost: with a plan, solves the problem a dozen times more, with other budgets.
         """
-        from actckpt.planner.page import CHARTS, plan_page  # which imports the solver: slow
+        from actckpt.planner.pictures import CHARTS, plan_page  # which imports the solver: slow
 
         lines = [line for text in (*self._which_ran(), *self._sums_and_note()) for line in text.splitlines()]
         tables = [_html_table(self.detail_rows)]

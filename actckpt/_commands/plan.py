@@ -96,10 +96,8 @@ def _of_costs(args: argparse.Namespace) -> Any:
     from actckpt import planner
     from actckpt.planner.fields import read_json
 
-    try:
-        content = read_json(args.file, what="cost table")
-    except ValueError as error:
-        raise ValueError(f"{error}. Pass a table of costs in JSON, or a Python script (.py)") from None
+    instead = "Pass a table of costs in JSON, or a Python script (.py)"
+    content = read_json(args.file, what="cost table", instead=instead)
     if not isinstance(content, dict):
         raise ValueError(
             f"{args.file} is a {type(content).__name__} in JSON, and no table of costs; see docs/planning.md"

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from actckpt._error_base import CostTableError
 from actckpt.action import Action
-from actckpt.planner.fields import (
-    CHANGE,
-    LIMIT,
-    as_table,
-    check_names,
-    list_of,
-    missing,
-    plain_data,
-    read_fields,
-    read_json,
-)
+from actckpt.planner.fields import as_table, check_names, missing, plain_data, read_fields, read_json
 
-__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "CostTable", "Segment", "Value"]
+__all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "CostTable", "Moment", "Segment", "Value"]
 
 COST_TABLE_VERSION = 1
 #: Name of the value that is the input of its block.
 BLOCK_INPUT = "x0"
+#: Bytes that may be below zero, and limits, which may be larger than any memory.
+_CHANGE, _LIMIT = {"least": -math.inf}, {"most": 2**63}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +38,14 @@ class Value:
     offload_s: float = 0.0
     #: Autocast's cache holds it, too, in segments with `holds_casts`.
     cached: bool = False
+
+    @classmethod
+    def _checked(cls, given: dict[str, Any], where: str) -> Value:
+        """Return a value; raises a CostTableError if it can be computed again in a time that is not known."""
+        given.setdefault("replayable", given["name"] != BLOCK_INPUT)
+        if given["replayable"] and "recompute_s" not in given:
+            raise missing("recompute_s", where)
+        return cls(**given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,28 @@ class BlockClass:
     rerun_bytes: float = 0.0
     #: Of the hidden states that it was measured with, whoever holds them; 0: not known.
     input_bytes: float = 0.0
+
+    @classmethod
+    def _checked(cls, given: dict[str, Any], where: str) -> BlockClass:
+        """Return a class; raises a CostTableError unless names are unique, and inputs come before what reads them."""
+        block = cls(**given)
+        if block.rerun and block.no_rerun is not None:
+            raise CostTableError(
+                f"{where}.no_rerun says why there is no rerun, and rerun is true. Leave out one of them."
+            )
+        names = [value.name for value in block.values]
+        for index, value in enumerate(block.values):
+            if value.name in names[:index]:
+                raise CostTableError(
+                    f"{where}.values has two values named {value.name!r}. Give each a name of its own."
+                )
+            check_names(value.inputs, names, f"{where}.values[{index}].inputs")
+            if late := [name for name in value.inputs if name not in names[:index]]:
+                raise CostTableError(
+                    f"{where}.values[{index}] ({value.name!r}) reads {late[0]!r}, which does not come before it. Put "
+                    "values in the order in which the forward computes them."
+                )
+        return block
 
     @property
     def rerun_seconds(self) -> float:
@@ -115,17 +138,17 @@ class Segment:
     """A stretch of a training cycle between two events, and the peak memory in it."""
 
     #: Entry of the stack whose forward or backward runs; -1: none.
-    running: int = -1
+    running: int = dataclasses.field(default=-1, metadata={"least": -1})
     is_forward: bool = False
     #: Entries between their forward and their backward, without `running`.
     alive: tuple[int, ...] = ()
     #: The peak, without what plans add: where the running entry keeps all that backward needs, or none runs; where
     #: something of it is replayed; where it is run again. None: as the first.
-    plain_bytes: float
-    replay_bytes: float | None = None
-    rerun_bytes: float | None = None
+    plain_bytes: float = dataclasses.field(metadata=_CHANGE)
+    replay_bytes: float | None = dataclasses.field(default=None, metadata=_CHANGE)
+    rerun_bytes: float | None = dataclasses.field(default=None, metadata=_CHANGE)
     #: Of a forward: the most that what the running entry holds adds to the peak.
-    kept_limit_bytes: float = math.inf
+    kept_limit_bytes: float = dataclasses.field(default=math.inf, metadata=_LIMIT)
     #: `plain_bytes` and the others include `cached` values: other entries that keep these add nothing for them.
     holds_casts: bool = False
     #: Where no entry runs; those of an entry are in its class.
@@ -136,6 +159,21 @@ class Segment:
         """The peak without what plans add, where the running entry is kept, replayed, and run again."""
         replay, rerun = (self.plain_bytes if each is None else each for each in (self.replay_bytes, self.rerun_bytes))
         return self.plain_bytes, replay, rerun
+
+
+class Moment(NamedTuple):
+    """A segment of the cycle, and what changes when it begins."""
+
+    segment: Segment
+    #: An entry takes its seconds in the first segment of its own in each direction.
+    seconds: float
+    #: Values come back in it, and none go: a backward runs, or ran last.
+    is_backward: bool
+    #: Entries whose forward has ended since the segment before, and whose backward begins.
+    handed: tuple[int, ...]
+    consumed: tuple[int, ...]
+    #: Entries whose values can come back by now, in the order of backward: the forward of each has ended.
+    readable: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +190,8 @@ class CostTable:
     d2h_bytes_per_s: float = 0.0
     h2d_bytes_per_s: float = 0.0
     #: None: no limit.
-    host_bytes: float | None = None
-    disk_bytes: float = 0.0
+    host_bytes: float | None = dataclasses.field(default=None, metadata=_LIMIT)
+    disk_bytes: float = dataclasses.field(default=0.0, metadata=_LIMIT)
     disk_write_bytes_per_s: float = 0.0
     disk_read_bytes_per_s: float = 0.0
     #: The cycle, in the order of time; None: the stack runs forward, then backward.
@@ -180,6 +218,29 @@ class CostTable:
             )
             gradients -= block.gradient_bytes
         return (*forward, *reversed(backward))
+
+    @functools.cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The segments of the cycle, with what changes when each begins."""
+        entries = range(len(self.stack))
+        runs = [(segment.running, segment.is_forward) for segment in self.timeline]
+        begins = {run: number for number, run in reversed(list(enumerate(runs)))}
+        ends = {index: number for number, (index, is_forward) in enumerate(runs) if is_forward}
+        backwards = sorted((index for index in entries if (index, False) in begins), key=lambda j: begins[j, False])
+        found: list[Moment] = []
+        is_backward = False
+        for number, segment in enumerate(self.timeline):
+            index, seconds = segment.running, segment.seconds
+            is_first = begins[runs[number]] == number
+            if index >= 0:
+                is_backward = not segment.is_forward
+                block = self.blocks[index]
+                seconds = (block.backward_s if is_backward else block.forward_s) * is_first
+            handed = tuple(entry for entry in entries if ends.get(entry) == number - 1)
+            consumed = (index,) if index >= 0 and is_first and not segment.is_forward else ()
+            readable = tuple(itertools.takewhile(lambda j: ends.get(j, -1) < number, backwards))  # noqa: B023
+            found.append(Moment(segment, seconds, is_backward, handed, consumed, readable))
+        return tuple(found)
 
     @functools.cached_property
     def blocks(self) -> tuple[BlockClass, ...]:
@@ -209,29 +270,30 @@ class CostTable:
             0.30000000000000004
         """
         where = "cost table"
-        version = as_table(table, where).get("version")
+        given = dict(as_table(table, where))
+        version = given.pop("version", None)
         if version is None:
             raise missing("version", where)
         if version != COST_TABLE_VERSION or isinstance(version, bool):
             raise CostTableError(f"{where}.version is {version!r}. This actckpt reads version {COST_TABLE_VERSION}.")
-        without_version = {key: each for key, each in table.items() if key != "version"}
-        readers = {"classes": _classes, "segments": list_of(_segment), "host_bytes": LIMIT, "disk_bytes": LIMIT}
-        costs = cls(**read_fields(cls, without_version, where, **readers))
+        costs = cls(**read_fields(cls, given, where))
         if not costs.stack:
             raise CostTableError(f"{where}.stack is empty. List the class of each block, in forward order.")
         check_names(costs.stack, costs.classes, f"{where}.stack")
-        _check_entries(costs)
-        costs._check_both_ways("d2h_bytes_per_s", "h2d_bytes_per_s")
-        costs._check_both_ways("disk_write_bytes_per_s", "disk_read_bytes_per_s")
+        entries = range(len(costs.stack))
+        for number, segment in enumerate(costs.segments or ()):
+            if not {segment.running, *segment.alive} <= {-1, *entries} or -1 in segment.alive:
+                raise CostTableError(
+                    f"{where}.segments[{number}] names a block that is not there. Their numbers are 0 to {entries[-1]}."
+                )
+        for names in (("d2h_bytes_per_s", "h2d_bytes_per_s"), ("disk_write_bytes_per_s", "disk_read_bytes_per_s")):
+            absent, there = sorted(names, key=lambda name: getattr(costs, name))
+            if getattr(costs, absent) == 0 < getattr(costs, there):
+                raise CostTableError(
+                    f"{where}.{there} is {getattr(costs, there)}, but {absent} is 0: nothing could go there and come "
+                    "back. Give both, or neither."
+                )
         return costs if costs.segments else dataclasses.replace(costs, segments=None)
-
-    def _check_both_ways(self, out: str, back: str) -> None:
-        missing, given = sorted((out, back), key=lambda name: getattr(self, name))
-        if getattr(self, missing) == 0 < getattr(self, given):
-            raise CostTableError(
-                f"cost table.{given} is {getattr(self, given)}, but {missing} is 0: nothing could go there and come "
-                "back. Give both, or neither."
-            )
 
     @classmethod
     def from_json(cls, path: str | Path) -> CostTable:
@@ -241,11 +303,7 @@ class CostTable:
             OSError: the file cannot be read.
             CostTableError: it is no JSON, or as in `from_dict`.
         """
-        try:
-            table = read_json(path, what="cost table")
-        except ValueError as error:
-            raise CostTableError(f"{error}. See docs/planning.md for what it must be.") from None
-        return cls.from_dict(table)
+        return cls.from_dict(read_json(path, what="cost table", instead="See docs/planning.md for what it must be."))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, which `from_dict` reads."""
@@ -259,52 +317,3 @@ class CostTable:
 def as_cost_table(costs: CostTable | Mapping[str, Any]) -> CostTable:
     """Return a cost table, read from plain data where it is not one yet."""
     return costs if isinstance(costs, CostTable) else CostTable.from_dict(costs)
-
-
-def _classes(found: Any, where: str) -> dict[str, BlockClass]:
-    return {name: _class(each, f"{where}.{name}") for name, each in as_table(found, where).items()}
-
-
-def _class(found: Any, where: str) -> BlockClass:
-    block = BlockClass(**read_fields(BlockClass, found, where, values=list_of(_value)))
-    if block.rerun and block.no_rerun is not None:
-        raise CostTableError(f"{where}.no_rerun says why there is no rerun, and rerun is true. Leave out one of them.")
-    _check_values(block.values, where)
-    return block
-
-
-def _value(found: Any, where: str) -> Value:
-    given = read_fields(Value, found, where)
-    given.setdefault("replayable", given["name"] != BLOCK_INPUT)
-    if given["replayable"] and "recompute_s" not in given:
-        raise missing("recompute_s", where)
-    return Value(**given)
-
-
-def _segment(found: Any, where: str) -> Segment:
-    bases = dict.fromkeys(("plain_bytes", "replay_bytes", "rerun_bytes"), CHANGE)
-    return Segment(**read_fields(Segment, found, where, kept_limit_bytes=LIMIT, **bases))
-
-
-def _check_entries(costs: CostTable) -> None:
-    """Segments name entries of the stack."""
-    entries = range(len(costs.stack))
-    for number, segment in enumerate(costs.segments or ()):
-        if not {segment.running, *segment.alive} <= {-1, *entries} or -1 in segment.alive:
-            raise CostTableError(
-                f"cost table.segments[{number}] names a block that is not there. Their numbers are 0 to {entries[-1]}."
-            )
-
-
-def _check_values(values: tuple[Value, ...], where: str) -> None:
-    """Names are unique, inputs exist, and each comes before what reads it."""
-    names = [value.name for value in values]
-    for index, value in enumerate(values):
-        if value.name in names[:index]:
-            raise CostTableError(f"{where}.values has two values named {value.name!r}. Give each a name of its own.")
-        check_names(value.inputs, names, f"{where}.values[{index}].inputs")
-        if late := [name for name in value.inputs if name not in names[:index]]:
-            raise CostTableError(
-                f"{where}.values[{index}] ({value.name!r}) reads {late[0]!r}, which does not come before it. Put "
-                "values in the order in which the forward computes them."
-            )

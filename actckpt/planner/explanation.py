@@ -1,30 +1,144 @@
-"""A plan in words: `Plan.explain`."""
+"""A plan in words and as a table: `Plan.explain`, `Plan.table`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator
 
 from actckpt._error_base import PlanInfeasibleError
+from actckpt._report_page.content import Cell, Table, bytes_cell, seconds_cell
+from actckpt._text.listed import listed, without_call
 from actckpt._text.sizes import format_bytes, format_seconds
+from actckpt._text.tables import aligned
 from actckpt.action import Action
-from actckpt.planner.cycle import moments
-from actckpt.planner.folding import Row, folded, rows, say_blocks
+from actckpt.planner.costs import BLOCK_INPUT, Value
+from actckpt.planner.memory_parts import say_peak
 from actckpt.planner.plans import Plan
-from actckpt.planner.simulation import simulate
-from actckpt.planner.smallest import base_parts, kept_bytes, least_needs
 from actckpt.planner.solving import solve
 
-__all__ = ["explained"]
+__all__ = ["explained", "plan_table", "values_table"]
 
 #: What the next GiB would buy; a tenth of the budget where that is less.
 _MORE_BYTES = 2**30
 #: Less than this share of the step is rounding; so much of the budget is worth a word if it is left.
 _ROUNDING, _LEFT = 1e-6, 0.01
 
+_COLUMNS = ("value", "of", "each", "in all", "keep", "recompute", "offload", "rerun", "recomputing")
+_NUMBERS = " Numbers of blocks count from 0."
+_VALUES = (
+    f"\n{BLOCK_INPUT}: the input of a block. 1::aten.gelu.default#0.0: what its module '1' made by this operator. In "
+    "brackets: what nothing can bring back. Values without bytes are left out."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A value that entries of the stack have."""
+
+    value: Value
+    #: The class, or the modules and how often they are called.
+    of: str
+    entries: list[int]
+
+    def chosen(self, plan: Plan, action: Action) -> list[int]:
+        """Return the entries that do this with the value, and do not run again as a whole."""
+        return [i for i in self.entries if not plan.rerun[i] and plan.actions[i][self.value.name] is action]
+
+    def seconds(self, plan: Plan, entries: Iterable[int], what: str) -> float:
+        """Return the seconds that something (`"recompute_s"`, `"offload_s"`) takes for the value in these entries."""
+        values = (value for index in entries for value in plan.costs.blocks[index].values)
+        return float(sum(getattr(value, what) for value in values if value.name == self.value.name))
+
+
+def folded(plan: Plan, entries: Iterable[int]) -> list[list[int]]:
+    """Return entries of the stack, those of classes that are called alike together: calls of the same modules."""
+    modules: dict[str, set[str]] = {name: set() for name in plan.costs.classes}
+    for kind, name in zip(plan.costs.stack, plan.block_names or plan.costs.stack, strict=True):
+        modules[kind].add(without_call(name))
+    found: dict[frozenset[str], list[int]] = {}
+    for index in entries:
+        found.setdefault(frozenset(modules[plan.costs.stack[index]]), []).append(index)
+    return list(found.values())
+
+
+def rows(plan: Plan) -> Iterator[Row]:
+    """Yield each value of entries that are called alike: values of one name, size and kind are one."""
+    stack, blocks = plan.costs.stack, plan.costs.blocks
+    for entries in folded(plan, range(len(stack))):
+        found: dict[Value, list[int]] = {}
+        for index in entries:
+            for value in blocks[index].values:
+                kind = dataclasses.replace(value, recompute_s=0.0, offload_s=0.0, inputs=())
+                found.setdefault(kind, []).append(index)
+        for value, having in found.items():
+            yield Row(value, _of(plan, having), having)
+
+
+def _of(plan: Plan, entries: list[int]) -> str:
+    modules = () if plan.block_names is None else dict.fromkeys(without_call(plan.block_names[i]) for i in entries)
+    if len(modules) in (0, len(entries)):
+        return plan.costs.stack[entries[0]]
+    return f"{listed(modules)}, {len(entries)} calls"
+
+
+def say_blocks(plan: Plan, entries: list[int]) -> str:
+    """Say which blocks these are: by name, where the plan knows a model, else how many of which class."""
+    if plan.block_names is not None:
+        return _listed_entries(plan, entries)
+    return f"{len(entries)} blocks {plan.costs.stack[entries[0]]!r}"
+
+
+def _listed_entries(plan: Plan, entries: Iterable[int]) -> str:
+    """Return entries as text: by name, the calls of a module together, or by number where the plan knows no model."""
+    names = plan.block_names
+    if names is None:
+        return listed(map(str, entries))
+    calls: dict[str, list[str]] = {without_call(name): [] for name in names}
+    for index in entries:
+        calls[without_call(names[index])].append(names[index])
+    return listed(itertools.chain(*calls.values()))
+
+
+def values_table(plan: Plan) -> Table:
+    """Return a row for each value of blocks that are called alike, by module and operator, the largest first."""
+    shown = [row for row in rows(plan) if plan.block_names is None or row.value.nbytes]
+    note = (
+        "The columns keep, recompute, offload and rerun list blocks. Brackets around a value: it cannot be computed "
+        "again."
+    )
+    lines = []
+    for row in sorted(shown, key=lambda row: -row.value.nbytes * len(row.entries)):
+        module, _, operator = row.value.name.removeprefix("(").removesuffix(")").rpartition("::")
+        lines.append((module, operator.partition("#")[0] if "#" in operator else "", *_cells(plan, row)))
+    return Table("Values by module and operator", ("module", "operator", *_COLUMNS), lines, note)
+
+
+def _cells(plan: Plan, row: Row) -> tuple[str | Cell, ...]:
+    value, recomputed = row.value, row.chosen(plan, Action.RECOMPUTE)
+    reruns = [index for index in row.entries if plan.rerun[index]]
+    chosen = (row.chosen(plan, Action.KEEP), recomputed, row.chosen(plan, Action.OFFLOAD), reruns)
+    where = [_listed_entries(plan, entries) for entries in chosen]
+    if recomputed and not value.needed:
+        where[1] = "not needed"
+    sizes = bytes_cell(value.nbytes), bytes_cell(len(row.entries) * value.nbytes)
+    seconds = row.seconds(plan, recomputed, "recompute_s") if value.needed else 0.0
+    return (value.name, row.of, *sizes, *where, seconds_cell(seconds))
+
+
+def plan_table(plan: Plan) -> str:
+    """Return the table as text, with the budget, the peak and the step."""
+    lines = [[cell.text if isinstance(cell, Cell) else cell for cell in row[2:]] for row in values_table(plan).rows]
+    budget = f"Budget {format_bytes(plan.budget_bytes)}, peak {format_bytes(plan.peak_bytes)}"
+    step = f"step {format_seconds(plan.step_seconds)}, of that {format_seconds(plan.overhead_seconds)} for the plan"
+    names = _NUMBERS if plan.block_names is None else _VALUES
+    return f"{aligned([_COLUMNS, *lines], left=2)}\n{budget}; {step}.{names}"
+
 
 def explained(plan: Plan) -> str:
     """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
-    lines = [_times(plan), _peak(plan), *_offloaded(plan), *_recomputed(plan), *_whole_blocks(plan)]
+    peak = f"Peak {format_bytes(plan.peak_bytes)}, {say_peak(plan)}."
+    lines = [_times(plan), peak, *_offloaded(plan), *_recomputed(plan), *_whole_blocks(plan)]
     return "\n".join([*lines, *_without_reruns(plan), *_raced(plan), *_other_budgets(plan)])
 
 
@@ -72,35 +186,6 @@ def _time(plan: Plan, seconds: float) -> str:
 def _share(plan: Plan, seconds: float) -> str:
     share = f" ({100 * seconds / plan.plain_seconds:.2f} %)" if plan.plain_seconds else ""
     return f"{format_seconds(seconds)}{share}"
-
-
-def _peak(plan: Plan) -> str:
-    """Say when the peak is, and what is in memory then."""
-    step, cycle = simulate(plan.costs, plan), moments(plan.costs)
-    peaks = [number for number, nbytes in enumerate(step.segment_bytes) if nbytes >= step.peak_bytes * (1 - _ROUNDING)]
-    number = next((each for each in peaks if cycle[each].is_backward), peaks[0])
-    segment, base = cycle[number].segment, base_parts(plan, number)
-    parts = [
-        *((nbytes, what.replace("its", "the block's")) for nbytes, what in base[:2]),
-        (kept_bytes(plan, number), "kept by the blocks before it"),
-        *base[2:],
-        (
-            step.peak_bytes - least_needs(plan)[number],
-            "read back ahead" if cycle[number].is_backward else "still to be written out",
-        ),
-    ]
-    held = ", ".join(f"{format_bytes(nbytes)} {what}" for nbytes, what in parts if nbytes)
-    if segment.running < 0:
-        return f"Peak {format_bytes(plan.peak_bytes)}, where no block runs: {held}."
-    where = f"{'forward' if segment.is_forward else 'backward'} of {_entry(plan, segment.running)}"
-    return f"Peak {format_bytes(plan.peak_bytes)}, in {where}: {held}."
-
-
-def _entry(plan: Plan, index: int) -> str:
-    """Say which entry of the stack it is: of the model, where the plan knows it."""
-    if plan.block_names is not None:
-        return plan.block_names[index]
-    return f"block {index} of {len(plan.costs.stack)} ({plan.costs.stack[index]!r})"
 
 
 def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Row, list[int]]]:

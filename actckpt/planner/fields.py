@@ -3,103 +3,81 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
+import functools
 import json
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+import types
+import typing
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from actckpt._error_base import CostTableError
+from actckpt._text.suggestions import did_you_mean
 
-__all__ = [
-    *("CHANGE", "LIMIT", "NUMBER", "as_table", "check_names", "list_of", "missing", "nearest", "plain_data"),
-    *("read_fields", "read_flag", "read_json", "read_names", "read_text"),
-]
+__all__ = ["as_table", "check_names", "missing", "plain_data", "read", "read_fields", "read_json"]
 
-#: Returns what a field holds, checked. The text is the name of the field in errors.
-Reader = Callable[[Any, str], Any]
-
-#: Plans and cost tables have fewer than 10 levels.
-_MAX_LEVELS = 100
-
-
-def _number(of: str, most: float, *, least: float = 0.0) -> Reader:
-    """Return a reader of numbers of something. More than `most` is a sign of a wrong unit."""
-
-    def read(found: Any, where: str) -> float:
-        if not isinstance(found, numbers.Real) or isinstance(found, bool):
-            raise CostTableError(f"{where} is {found!r}. It must be a number{of}.")
-        number = int(found) if isinstance(found, numbers.Integral) else float(found)
-        if not number >= least:
-            raise CostTableError(f"{where} is {number}. It must be a number{of} from 0 on.")
-        if number > most:
-            unit = of.removeprefix(" of ")
-            raise CostTableError(f"{where} is {number}, more than {most:.3g} {unit}. Is it in {unit}?")
-        return number
-
-    return read
+#: More than this is a sign of a wrong unit: by the end of the names of numbers, what they are of, and the most.
+_UNITS = {
+    "bytes_per_s": (" of bytes per second", 2**63),
+    "bytes": (" of bytes", 2**50),
+    "_s": (" of seconds", 24 * 3600),
+    "": ("", math.inf),
+}
+_WORDS = {str: "a text that is not empty", bool: "true or false", int: "a whole number"}
 
 
-def read_text(found: Any, where: str) -> str:
-    """Return a text."""
-    if not isinstance(found, str) or not found:
-        raise CostTableError(f"{where} is {found!r}. It must be a text that is not empty.")
-    return found
+def read(kind: Any, found: Any, where: str, *, least: float = 0.0, most: float | None = None) -> Any:
+    """Return plain data as what an annotation says.
 
-
-def read_flag(found: Any, where: str) -> bool:
-    """Return true or false."""
-    if not isinstance(found, bool):
-        raise CostTableError(f"{where} is {found!r}. It must be true or false.")
-    return found
-
-
-def list_of(read: Reader) -> Reader:
-    """Return a reader of lists."""
-
-    def read_all(found: Any, where: str) -> tuple[Any, ...]:
+    Args:
+        where: the name of the data in errors.
+        least, most: limits of numbers; None: that of their unit.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    limits: dict[str, Any] = {"least": least, "most": most}
+    if origin in (types.UnionType, typing.Union):
+        return None if found is None else read(args[0], found, where, **limits)
+    if origin is Mapping:
+        return {name: read(args[1], each, f"{where}.{name}", **limits) for name, each in as_table(found, where).items()}
+    if origin is tuple or (isinstance(kind, type) and issubclass(kind, tuple)):
         if not isinstance(found, (list, tuple)):
             raise CostTableError(f"{where} is {found!r}. It must be a list.")
-        return tuple(read(each, f"{where}[{index}]") for index, each in enumerate(found))
+        kinds = [args[0]] * len(found) if args[1:] == (...,) else args or _hints(kind).values()
+        if len(kinds) != len(found):
+            raise CostTableError(f"{where} has {len(found)} entries. It must have {len(kinds)}.")
+        each = [read(*both, f"{where}[{n}]", **limits) for n, both in enumerate(zip(kinds, found, strict=True))]
+        return tuple(each) if args else kind(*each)
+    if hasattr(kind, "from_dict"):
+        return kind.from_dict(found)
+    if dataclasses.is_dataclass(kind):
+        given = read_fields(kind, found, where)
+        return kind._checked(given, where) if hasattr(kind, "_checked") else kind(**given)  # type: ignore[operator]
+    if kind is float:
+        return _number(found, where, least, most)
+    if kind in _WORDS and (not isinstance(found, kind) or found == "" or (kind is int and isinstance(found, bool))):
+        raise CostTableError(f"{where} is {found!r}. It must be {_WORDS[kind]}.")
+    if kind is int:
+        return _number(found, where, least, most)
+    return kind(found) if isinstance(kind, type) and issubclass(kind, enum.Enum) else found
 
-    return read_all
+
+_hints = functools.cache(typing.get_type_hints)
 
 
-def _entry(found: Any, where: str) -> int:
-    """Return a number of an entry of the stack, or -1."""
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise CostTableError(f"{where} is {found!r}. It must be the number of a block.")
-    return found
-
-
-def read_names(found: Any, where: str) -> tuple[str, ...]:
-    """Return a list of names."""
-    if isinstance(found, (list, tuple)) and not all(isinstance(each, str) for each in found):
-        raise CostTableError(f"{where} is {found!r}. It must be a list of names.")
-    return tuple(list_of(read_text)(found, where))
-
-
-#: Any number from 0 on; bytes that may be below zero; a limit, which may be larger than any memory.
-NUMBER = _number("", math.inf)
-CHANGE = _number(" of bytes", 2**50, least=-math.inf)
-LIMIT = _number(" of bytes", 2**63)
-
-#: Numbers are read by the end of their names, other fields by their annotations.
-_NUMBERS = {
-    "bytes_per_s": _number(" of bytes per second", 2**63),
-    "bytes": _number(" of bytes", 2**50),
-    "s": _number(" of seconds", 24 * 3600),
-}
-_READERS: dict[str, Reader] = {
-    "str": read_text,
-    "bool": read_flag,
-    "int": _entry,
-    "tuple[int, ...]": list_of(_entry),
-    "tuple[str, ...]": read_names,
-}
+def _number(found: Any, where: str, least: float, most: float | None) -> float:
+    of, usual_most = next(unit for ending, unit in _UNITS.items() if where.endswith(ending))
+    if not isinstance(found, numbers.Real) or isinstance(found, bool):
+        raise CostTableError(f"{where} is {found!r}. It must be a number{of}.")
+    number = int(found) if isinstance(found, numbers.Integral) else float(found)
+    if not number >= least:
+        raise CostTableError(f"{where} is {number}. It must be a number{of} from {least:g} on.")
+    if number > (usual_most if most is None else most):
+        unit = of.removeprefix(" of ")
+        raise CostTableError(f"{where} is {number}, more than {usual_most:.3g} {unit}. Is it in {unit}?")
+    return number
 
 
 def as_table(found: Any, where: str) -> Mapping[str, Any]:
@@ -109,25 +87,19 @@ def as_table(found: Any, where: str) -> Mapping[str, Any]:
     return found
 
 
-def read_fields(cls: type[Any], found: Any, where: str, **readers: Reader) -> dict[str, Any]:
-    """Return the fields of a dataclass that plain data gives.
-
-    Args:
-        where: the name of the data in errors.
-        readers: of fields whose name and annotation do not say how to read them.
-    """
+def read_fields(cls: Any, found: Any, where: str) -> dict[str, Any]:
+    """Return the fields of a dataclass that plain data gives."""
     table = as_table(found, where)
     fields = {field.metadata.get("key", field.name): field for field in dataclasses.fields(cls)}
     for key in table:
         if key not in fields:
-            known = ", ".join(fields)
-            raise CostTableError(f"{where} has an unknown field {key!r}{nearest(key, fields)}. Known: {known}.")
+            near = did_you_mean([key], list(fields), show=repr)
+            raise CostTableError(f"{where} has an unknown field {key!r}. Known: {', '.join(fields)}.{near}")
     given: dict[str, Any] = {}
     for key, field in fields.items():
         if table.get(key) is not None:
-            numbers_named = (read for ending, read in _NUMBERS.items() if key.endswith(ending))
-            read = readers.get(key) or _READERS.get(str(field.type).removesuffix(" | None")) or next(numbers_named)
-            given[field.name] = read(table[key], f"{where}.{key}")
+            limits = {name: field.metadata[name] for name in ("least", "most") if name in field.metadata}
+            given[field.name] = read(_hints(cls)[field.name], table[key], f"{where}.{key}", **limits)
         elif field.default is dataclasses.MISSING:
             raise missing(key, where)
     return given
@@ -156,37 +128,23 @@ def check_names(names: Iterable[str], known: Iterable[str], where: str) -> None:
     known = list(known)
     for index, name in enumerate(names):
         if name not in known:
-            raise CostTableError(f"{where}[{index}] is {name!r}, which is not there{nearest(name, known)}.")
+            near = did_you_mean([name], known, show=repr)
+            raise CostTableError(f"{where}[{index}] is {name!r}, which is not there.{near}")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the name that may have been meant, as the end of a sentence; nothing where none is like it."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; nearest: {near[0]!r}" if near else ""
-
-
-def read_json(path: str | Path, *, what: str) -> Any:
+def read_json(path: str | Path, *, what: str, instead: str) -> Any:
     """Return the content of a JSON file.
 
     Args:
         what: what the file should be, for errors.
+        instead: what to do, for errors.
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no JSON, or has more levels than a plan or a cost table can have.
+        CostTableError: it is no JSON, or nested too deep.
     """
-    too_deep = f"{path} is no {what}: it is nested more than {_MAX_LEVELS} levels deep"
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError:
-        raise ValueError(too_deep) from None
+        raise CostTableError(f"{path} is no {what}: it is nested too deep. {instead}") from None
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
-    level = [content]
-    for _ in range(_MAX_LEVELS):
-        tables = [
-            found.values() if isinstance(found, dict) else found for found in level if isinstance(found, (dict, list))
-        ]
-        level = [each for found in tables for each in found]
-    if level:
-        raise ValueError(too_deep)
-    return content
+        raise CostTableError(f"{path} is no JSON: {error}. {instead}") from None

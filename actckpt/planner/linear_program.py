@@ -1,28 +1,24 @@
-"""Linear programs over variables some of which are whole numbers. HiGHS solves them."""
+"""Linear programs over variables some of which are integers. HiGHS solves them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy
 
-from actckpt.planner.stdout_redirect import stdout_as_stderr
-
-__all__ = ["Array", "LinearProgram", "Solution", "Terms"]
+__all__ = ["Array", "LinearProgram", "Terms", "stdout_as_stderr"]
 
 Array = numpy.ndarray[Any, numpy.dtype[numpy.float64]]
 #: Variables and their factors. A variable is its number.
 Terms = list[tuple[int, float]]
 
-
-class Solution(NamedTuple):
-    """What HiGHS found."""
-
-    #: The value of each variable. None: nothing was found.
-    variables: Array | None
-    #: Lower bound of the objective; infinite where there is no solution.
-    bound: float
+#: The descriptor of the standard output is one for all threads.
+_lock = threading.Lock()
 
 
 class LinearProgram:
@@ -55,30 +51,46 @@ class LinearProgram:
         self.row([(found, 1.0), *((variable, -factor) for variable, factor in terms)], 0.0, 0.0)
         return found
 
-    def solve(self, *, whole: bool, options: Mapping[str, float], fixed: Mapping[int, float]) -> Solution:
-        """Find the least costs.
+    def solve(self, *, time_limit_s: float, gap: float) -> tuple[Array | None, float]:
+        """Minimise the costs; return the value of each variable, None if none were found, and a bound of the costs.
+
+        The bound is infinite where there is no solution.
 
         Args:
-            whole: variables that are whole numbers must be; else they may be shares.
-            options: of `scipy.optimize.milp`.
-            fixed: values that variables must have.
+            time_limit_s: how long HiGHS may search.
+            gap: the search ends once the relative difference to the bound is at most this.
         """
         from scipy import optimize, sparse  # takes half a second to import
 
         rows, columns, factors = zip(*self._elements, strict=True)
         matrix = sparse.csr_matrix((factors, (rows, columns)), (len(self._rows), len(self.costs)))
-        lower, upper = numpy.array(self._lower), numpy.array(self._upper)
-        for variable, number in fixed.items():
-            lower[variable] = upper[variable] = number
         with stdout_as_stderr():
             result = optimize.milp(
                 numpy.array(self.costs),
-                integrality=numpy.array(self.whole) * whole,
-                bounds=optimize.Bounds(lower, upper),
+                integrality=numpy.array(self.whole),
+                bounds=optimize.Bounds(numpy.array(self._lower), numpy.array(self._upper)),
                 constraints=optimize.LinearConstraint(matrix, *numpy.array(self._rows).T),
-                options=dict(options),
+                options={"time_limit": time_limit_s, "mip_rel_gap": gap},
             )
         if result.status == 2:
-            return Solution(None, numpy.inf)
-        bound = result.mip_dual_bound if whole else result.fun
-        return Solution(result.x, 0.0 if bound is None else bound)
+            return None, numpy.inf
+        return result.x, 0.0 if result.mip_dual_bound is None else result.mip_dual_bound
+
+
+@contextlib.contextmanager
+def stdout_as_stderr() -> Iterator[None]:
+    """Send what the body and other threads print to the standard error stream, so that no JSON of a command is spoiled.
+
+    HiGHS 1.12 prints a line whatever its options say (https://github.com/ERGO-Code/HiGHS/issues/2783). Delete this once
+    the oldest supported scipy has a newer one.
+    """
+    with _lock, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a process may have no such streams
+            stdout = os.dup(1)
+            stack.callback(os.close, stdout)
+            flush = ctypes.CDLL(None).fflush
+            flush(None)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, stdout, 1)
+            stack.callback(flush, None)
+        yield

@@ -1,33 +1,80 @@
-"""A plan as a picture: what other budgets would cost, and how its step uses memory, compute and links."""
+"""A plan as pictures and as a page: what other budgets would cost, and how its step uses memory, compute and links."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy
 
 from actckpt._error_base import PlanInfeasibleError
+from actckpt._report_page.content import Cell, Chart, Page, Table, bytes_cell
 from actckpt._show.plot import COLOURS, new_figure, save_figure
-from actckpt._text.sizes import unit_of
+from actckpt._text.sizes import format_bytes, format_seconds, unit_of
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
-from actckpt.planner.cycle import moments
+from actckpt.planner.explanation import values_table
+from actckpt.planner.memory_parts import memory_parts
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import Span, simulate
-from actckpt.planner.smallest import base_parts, least_needs
 from actckpt.planner.solving import solve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["draw_frontier", "draw_segments", "frontier", "plot_plan"]
+__all__ = ["CHARTS", "draw_frontier", "draw_segments", "frontier", "plan_page", "plot_plan"]
 
+#: Titles of the charts, for pages that have none of them.
+CHARTS = "Memory over a step", "Time against memory"
 _NUM_BUDGETS = 9
 
 
-def frontier(costs: CostTable, *, num_budgets: int = _NUM_BUDGETS) -> tuple[Plan, ...]:
+def plan_page(plan: Plan) -> Page:
+    """Return the page of a plan. Its charts solve the problem again when they are drawn."""
+    over_step, frontier = CHARTS
+    return Page(
+        title="Plan for a memory budget",
+        lines=plan.explain().splitlines(),
+        charts=(
+            Chart(over_step, lambda axes: draw_segments(axes, plan)),
+            Chart(frontier, lambda axes: draw_frontier(axes, plan)),
+        ),
+        left_out=() if plan.race else ("Trials: left out. This plan was made without trials.",),
+        tables=[values_table(plan), *_trials(plan)],
+    )
+
+
+def _trials(plan: Plan) -> Iterator[Table]:
+    """Yield the table of the trials, if there were any."""
+    lines = [
+        (
+            f"{raced.name} (chosen)" if raced.name == plan.chosen else raced.name,
+            bytes_cell(raced.peak_bytes),
+            "yes" if raced.fits else "no",
+            Cell("not timed", None) if raced.seconds is None else Cell(format_seconds(raced.seconds), raced.seconds),
+            Cell("", None) if raced.ratio is None else Cell(f"{raced.ratio:.3f}", raced.ratio),
+        )
+        for raced in plan.race
+    ]
+    if lines:
+        columns = ("trial", "peak", "fits", "step", "step, over that of the plan")
+        yield Table("Trials", columns, lines, f"Measured, within a budget of {format_bytes(plan.budget_bytes)}.")
+
+
+def plot_plan(plan: Plan, path: Path) -> None:
+    """Draw time against memory, and memory, compute and copies of the plan's step, as a PNG or SVG file."""
+    figure = new_figure(width=12)
+    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
+    draw_frontier(left, plan)
+    top, bottom = right.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2)).subplots()
+    right.remove()
+    draw_segments(top, plan)
+    _draw_spans(bottom, plan)
+    save_figure(figure, path)
+
+
+def frontier(costs: CostTable) -> tuple[Plan, ...]:
     """Return plans for budgets in even steps, from the smallest that is possible to what needs no action.
 
     Cost: solves the problem once per budget.
@@ -37,7 +84,7 @@ def frontier(costs: CostTable, *, num_budgets: int = _NUM_BUDGETS) -> tuple[Plan
         least = solve(costs, budget=0).peak_bytes
     except PlanInfeasibleError as error:
         least = error.smallest_bytes or most
-    return tuple(solve(costs, budget=float(budget)) for budget in numpy.linspace(least, most, num_budgets))
+    return tuple(solve(costs, budget=float(budget)) for budget in numpy.linspace(least, most, _NUM_BUDGETS))
 
 
 def simple_plans(costs: CostTable) -> dict[str, Plan]:
@@ -56,18 +103,6 @@ def simple_plans(costs: CostTable) -> dict[str, Plan]:
         if pins and (action is Action.RECOMPUTE or costs.d2h_bytes_per_s):
             plans[name] = solve(costs, budget=2**62, pins=pins)
     return plans
-
-
-def plot_plan(plan: Plan, path: Path) -> None:
-    """Draw time against memory, and the timeline of the plan's step, as a PNG or SVG file."""
-    figure = new_figure(width=12)
-    left, right = figure.subplots(1, 2, width_ratios=(2, 3))
-    draw_frontier(left, plan)
-    top, bottom = right.get_subplotspec().subgridspec(2, 1, height_ratios=(3, 2)).subplots(sharex=True)
-    right.remove()
-    _draw_memory(top, plan)
-    _draw_spans(bottom, plan)
-    save_figure(figure, path)
 
 
 def draw_frontier(axes: Axes, plan: Plan) -> None:
@@ -96,16 +131,6 @@ def _points(plans: Sequence[Plan], size: int) -> tuple[list[float], list[float]]
     return [plan.peak_bytes / size for plan in plans], [_ratio(plan) for plan in plans]
 
 
-def _draw_memory(axes: Axes, plan: Plan) -> None:
-    memory = simulate(plan.costs, plan).memory
-    unit, size = unit_of(max(nbytes for _, nbytes in memory))
-    axes.plot([1e3 * moment for moment, _ in memory], [nbytes / size for _, nbytes in memory], color=COLOURS[2])
-    axes.axhline(plan.budget_bytes / size, color=COLOURS[5], linestyle=(0, (4, 2)), linewidth=1)
-    axes.set(ylabel=f"Memory ({unit})", title="The step of this plan, as simulated")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-
-
 def _draw_spans(axes: Axes, plan: Plan) -> None:
     step = simulate(plan.costs, plan)
     colours = {"forward": COLOURS[2], "backward": COLOURS[3], "recompute": COLOURS[1], "wait": COLOURS[5]}
@@ -116,56 +141,23 @@ def _draw_spans(axes: Axes, plan: Plan) -> None:
         axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=[colours.get(span.what, COLOURS[6]) for span in spans])
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
-    axes.set(xlabel="Time in the step (ms)")
+    axes.set(xlabel="Time in the step, simulated (ms)")
     for what, colour in colours.items():
         axes.plot([], [], color=colour, linewidth=6, label=what)
     axes.legend(frameon=False, ncols=len(colours), loc="upper center", bbox_to_anchor=(0.5, -0.3))
 
 
-#: What is in memory in a segment, in the order in which it is stacked.
-_PARTS = {
-    "where no block keeps anything": COLOURS[2],
-    "fixed": COLOURS[0],
-    "its working set": COLOURS[2],
-    "gradients made by then": COLOURS[3],
-    "kept by blocks": COLOURS[1],
-    "for what is computed again": COLOURS[4],
-    "still to be written out": COLOURS[7],
-    "read back ahead": COLOURS[6],
-}
-
-
-def segment_parts(plan: Plan) -> dict[str, list[float]]:
-    """Return what is in memory at the worst moment of each segment, by what it is; without what never is."""
-    most, least, cycle = simulate(plan.costs, plan).segment_bytes, least_needs(plan), moments(plan.costs)
-    parts = {what: [0.0] * len(cycle) for what in _PARTS}
-    for number, moment in enumerate(cycle):
-        base = base_parts(plan, number)
-        for nbytes, what in base:
-            parts[what][number] += nbytes
-        parts["kept by blocks"][number] = least[number] - sum(nbytes for nbytes, _ in base)
-        way = "read back ahead" if moment.is_backward else "still to be written out"
-        parts[way][number] = max(most[number] - least[number], 0.0)
-    return {what: nbytes for what, nbytes in parts.items() if any(nbytes)}
-
-
 def draw_segments(axes: Axes, plan: Plan) -> None:
     """Draw the most memory in each segment of the step, stacked by what it is, and the budget."""
-    parts, cycle = segment_parts(plan), moments(plan.costs)
+    segments, cycle = memory_parts(plan), plan.costs.moments
     unit, size = unit_of(max(plan.budget_bytes, plan.peak_bytes))
     below, edges = numpy.zeros(len(cycle)), numpy.arange(len(cycle) + 1)
-    for what, nbytes in parts.items():
-        above = below + numpy.array(nbytes) / size
-        axes.stairs(
-            above,
-            edges,
-            baseline=below,
-            fill=True,
-            facecolor=_PARTS[what],
-            edgecolor="none",
-            label=what.removeprefix("its "),
-        )
-        below = above
+    for number, what in zip((2, 2, 4, 1, 0, 3, 7, 6), segments[0], strict=True):
+        nbytes = numpy.array([parts[what] for parts in segments])
+        if nbytes.any():
+            above, label = below + nbytes / size, what.removeprefix("its ")
+            axes.stairs(above, edges, baseline=below, fill=True, fc=COLOURS[number], ec="none", label=label)
+            below = above
     axes.axhline(plan.budget_bytes / size, color=COLOURS[5], linestyle=(0, (4, 2)), label="budget")
     turn = next((number for number, moment in enumerate(cycle) if moment.is_backward), None)
     if turn is not None:

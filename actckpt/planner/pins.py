@@ -8,8 +8,6 @@ from typing import Any
 from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, CostTable
-from actckpt.planner.cycle import moments
-from actckpt.planner.fields import nearest
 
 __all__ = ["Allowed", "Pins", "allowed_actions", "checked_pins"]
 
@@ -51,7 +49,7 @@ def allowed_actions(costs: CostTable, pins: Mapping[Any, Action]) -> tuple[Allow
         ValueError: a pin names nothing, cannot be, or contradicts another.
     """
     # Values can leave where something else runs between forward and backward.
-    leaving = frozenset(entry for moment in moments(costs) if not moment.is_backward for entry in moment.handed)
+    leaving = frozenset(entry for moment in costs.moments if not moment.is_backward for entry in moment.handed)
     free: list[Allowed] = []
     for index, block in enumerate(costs.blocks):
         free.append({})
@@ -63,35 +61,29 @@ def allowed_actions(costs: CostTable, pins: Mapping[Any, Action]) -> tuple[Allow
     pinned: dict[tuple[int, str], tuple[Action, Any]] = {}
     for key, action in pins.items():
         for index, name in _named(costs, key):
-            if action in free[index][name]:
-                _pin(pinned, index, name, action, key)
+            may = free[index][name]
+            other, other_key = pinned.get((index, name), (action, key))
+            if other is not action and action in may:
+                raise ValueError(
+                    f"pins: {other_key!r} says {other.value!r} and {key!r} says {action.value!r}, both for block "
+                    f"{index}. Leave out one."
+                )
+            if action in may:
+                pinned[index, name] = action, other_key
             elif action is not Action.OFFLOAD or index in leaving or (isinstance(key, tuple) and _is_number(key[0])):
-                can = ", ".join(each.value for each in free[index][name])
-                why = _why_not(costs, index, action, leaves=index in leaving)
+                can, why = ", ".join(each.value for each in may), _why_not(costs, action, leaves=index in leaving)
                 raise ValueError(f"pins: {key!r} cannot be {action.value!r} in block {index}, {why}: it can be {can}.")
     for (index, name), (action, _) in pinned.items():
         free[index][name] = (action,)
     return tuple(free)
 
 
-def _pin(pinned: dict[tuple[int, str], tuple[Action, Any]], index: int, name: str, action: Action, key: Any) -> None:
-    other, other_key = pinned.setdefault((index, name), (action, key))
-    if other is not action:
-        raise ValueError(
-            f"pins: {other_key!r} says {other.value!r} and {key!r} says {action.value!r}, both for block {index}. "
-            "Leave out one."
-        )
-
-
-def _why_not(costs: CostTable, index: int, action: Action, *, leaves: bool) -> str:
+def _why_not(costs: CostTable, action: Action, *, leaves: bool) -> str:
     if action is Action.RECOMPUTE:
         return "since nothing computes it again"
     if not leaves:
-        which = "the last block" if index == len(costs.stack) - 1 else "a block just before backward"
-        return f"since {which} offloads nothing"
-    if not costs.d2h_bytes_per_s:
-        return "since there is no link to host memory or a disk"
-    return "since it may not be offloaded"
+        return "since the last block before a backward offloads nothing"
+    return "since it may not be offloaded" if costs.d2h_bytes_per_s else "since there is no link to host memory"
 
 
 def _is_number(where: object) -> bool:
@@ -104,11 +96,11 @@ def _named(costs: CostTable, key: Any) -> list[tuple[int, str]]:
     if found:
         return found
     names = sorted({value.name for block in costs.classes.values() for value in block.values})
-    near = nearest(str(key[-1] if isinstance(key, tuple) and key else key), names)
+    near = did_you_mean([str(key[-1] if isinstance(key, tuple) and key else key)], names, show=repr)
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     raise ValueError(
-        f"pins: {key!r} names no value{near}. Pass a name, (class, name) or (block, name); names, as plan.table() "
-        f"lists them: {', '.join(map(repr, names[:_MOST_NAMES]))}{more}."
+        f"pins: {key!r} names no value. Pass a name, (class, name) or (block, name); names, as plan.table() lists "
+        f"them: {', '.join(map(repr, names[:_MOST_NAMES]))}{more}.{near}"
     )
 
 

@@ -14,11 +14,18 @@ from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._version import __version__
 from actckpt.action import Action
 from actckpt.planner.costs import CostTable
-from actckpt.planner.fields import NUMBER, as_table, list_of, plain_data, read_flag, read_json, read_names, read_text
+from actckpt.planner.fields import plain_data, read, read_fields, read_json
 
 __all__ = ["PLAN_VERSION", "BlockWindows", "Plan", "Raced"]
 
 PLAN_VERSION = 2
+#: What `Plan.model` holds. A parameter: shape, dtype, whether it is trained.
+_FACTS = {
+    "type": str,
+    "torch": str,
+    "blocks": Mapping[str, tuple[str, ...]] | None,
+    "parameters": Mapping[str, tuple[tuple[int, ...] | None, str, bool]] | None,
+}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -55,7 +62,7 @@ class BlockWindows(NamedTuple):
 class Plan:
     """What becomes of each value of each block, and what that is predicted to cost. Made by `solve`."""
 
-    budget_bytes: float
+    budget_bytes: float = dataclasses.field(metadata={"most": 2**63})
     #: Per block of the stack, in the order of the forward: what becomes of each value, by name. A value that backward
     #: does not need and that is neither kept nor offloaded is `RECOMPUTE`, and costs nothing unless another needs it.
     actions: tuple[Mapping[str, Action], ...]
@@ -129,7 +136,7 @@ class Plan:
 
     def table(self) -> str:
         """Return a table for people: what becomes of each value in which blocks, the largest values first."""
-        from actckpt.planner.tables import plan_table  # which knows this module
+        from actckpt.planner.explanation import plan_table  # which knows this module
 
         return plan_table(self)
 
@@ -160,23 +167,21 @@ class Plan:
         Cost: solves the problem a dozen times more, with other budgets.
         """
         from actckpt._report_page.html_page import to_html
-        from actckpt.planner.page import plan_page  # which solves, and so imports this module
+        from actckpt.planner.pictures import plan_page  # which solves, and so imports this module
 
         return to_html(plan_page(self), path)
 
     def _repr_html_(self) -> str:
         """Return the table for a notebook."""
         from actckpt._report_page.html_page import tables_as_html
-        from actckpt.planner.page import values_table
+        from actckpt.planner.explanation import values_table
 
         return tables_as_html([repr(self)], [values_table(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, which `from_dict` reads."""
-        plan = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plan["costs"] = self.costs.to_dict()
         sums = {"overhead_seconds": self.overhead_seconds, "step_seconds": self.step_seconds}  # for other readers
-        return {"plan_version": PLAN_VERSION, **sums, **{name: plain_data(each) for name, each in plan.items()}}
+        return {"plan_version": PLAN_VERSION, **sums, **plain_data(self), "costs": self.costs.to_dict()}
 
     @classmethod
     def from_dict(cls, plan: Mapping[str, Any]) -> Plan:
@@ -195,28 +200,32 @@ class Plan:
                 f"This plan is of version {plan['plan_version']!r}, made by actckpt {plan.get('version')}; "
                 f"actckpt {__version__} reads version {PLAN_VERSION}. Make it again."
             )
-        found = cls(**{field.name: _read(field, plan) for field in dataclasses.fields(cls)})
-        found._check()
+        try:
+            given = read_fields(
+                cls, {key: each for key, each in plan.items() if key in cls.__dataclass_fields__}, "plan"
+            )
+            given["pins"] = tuple((tuple(k) if isinstance(k, list) else k, each) for k, each in given.get("pins", ()))
+            found = cls(**given)
+            found._check()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"This plan makes no sense: {str(error).rstrip('.')}. Make the plan again.") from None
         return found
 
     def _check(self) -> None:
-        """Raise a ValueError where entries are not those of the stack."""
+        """Raise a ValueError where entries are not those of the stack, or facts of the model are none."""
         num = len(self.costs.stack)
         for name in ("actions", "rerun", "blocks", "places", "windows"):
             entries = getattr(self, name)
             if entries is not None and len(entries) != num:
-                raise ValueError(
-                    f"This plan has {len(entries)} entries in {name!r}, and its costs have a stack of {num}. Make the "
-                    "plan again."
-                )
+                raise ValueError(f"it has {len(entries)} entries in {name!r}, and its costs have a stack of {num}")
         for index, (block, actions) in enumerate(zip(self.costs.blocks, self.actions, strict=True)):
             values = {value.name for value in block.values}
             if other := sorted(values ^ actions.keys()):
                 side = "'costs' know" if other[0] in values else "'actions' give one to"
-                raise ValueError(
-                    f"This plan has no 'actions' that makes sense: of block {index} {side} {other[0]!r} alone. Make "
-                    "the plan again."
-                )
+                raise ValueError(f"of block {index} {side} {other[0]!r} alone")
+        for name, kind in _FACTS.items():
+            if self.model is not None:
+                read(kind, self.model.get(name), f"plan.model.{name}")
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a JSON file, which `load` reads."""
@@ -236,74 +245,8 @@ class Plan:
             raise TypeError(
                 f"Plan.load: a {type(path).__name__} is no path. Pass that of a file that `Plan.save` wrote.{instead}"
             )
-        try:
-            plan = read_json(path, what="plan")
-        except ValueError as error:
-            raise ValueError(f"{error}. Pass a file that `Plan.save` wrote.") from None
+        plan = read_json(path, what="plan", instead="Pass a file that `Plan.save` wrote.")
         try:
             return cls.from_dict(plan)
         except ValueError as error:
-            raise type(error)(f"{path}: {error}") from None
-
-
-def _read(field: dataclasses.Field[Any], plan: Mapping[str, Any]) -> Any:
-    """Return a field of a plan in plain data."""
-    if field.name not in plan:
-        raise ValueError(f"This plan has no {field.name!r}. Make the plan again.")
-    found, annotation = plan[field.name], str(field.type)
-    if found is None and annotation.endswith(" | None"):
-        return None
-    read = _READERS.get(field.name) or {"str": read_text, "tuple[bool, ...]": list_of(read_flag)}.get(
-        annotation, NUMBER
-    )
-    try:
-        return read(found, field.name)
-    except (TypeError, ValueError, AttributeError) as error:
-        why = str(error).rstrip(".")
-        raise ValueError(f"This plan has no {field.name!r} that makes sense: {why}. Make the plan again.") from None
-
-
-def _actions(found: Any, where: str) -> dict[str, Action]:
-    return {name: Action(action) for name, action in as_table(found, where).items()}
-
-
-def _windows(found: Any, where: str) -> BlockWindows:
-    return BlockWindows(*map(int, list_of(NUMBER)(found, where)))
-
-
-def _raced(found: Any, where: str) -> Raced:
-    raced = Raced(**found)
-    read_text(raced.name, f"{where}.name")
-    read_flag(raced.fits, f"{where}.fits")
-    for name in ("peak_bytes", "seconds", "ratio"):
-        NUMBER(getattr(raced, name) or 0, f"{where}.{name}")
-    return raced
-
-
-def _facts(found: Any, where: str) -> dict[str, Any]:
-    """Return what a plan says of its model."""
-    facts = {"type": None, "torch": None, "blocks": {}, "parameters": {}, **as_table(found, where)}
-    for name in ("type", "torch"):
-        read_text(facts[name], f"{where}.{name}")
-    for name, kinds in as_table(facts["blocks"], f"{where}.blocks").items():
-        if not read_names(kinds, f"{where}.blocks.{name}"):
-            raise ValueError(f"{where}.blocks.{name} is {kinds!r}. It must have the types of a block")
-    for name, (shape, dtype, is_trained) in as_table(facts["parameters"], f"{where}.parameters").items():
-        of = f"{where}.parameters.{name}"
-        list_of(NUMBER)(shape or (), of)
-        read_text(dtype, of)
-        read_flag(is_trained, of)
-    return facts
-
-
-#: How fields of a plan are read that are no numbers, texts or flags.
-_READERS = {
-    "costs": lambda found, _: CostTable.from_dict(found),
-    "actions": list_of(_actions),
-    "pins": lambda found, _: tuple((tuple(k) if isinstance(k, list) else k, Action(each)) for k, each in found),
-    "blocks": list_of(lambda found, where: None if found is None else read_text(found, where)),
-    "places": list_of(lambda found, where: dict(as_table(found, where))),
-    "model": _facts,
-    "windows": list_of(_windows),
-    "race": list_of(_raced),
-}
+            raise ValueError(f"{path}: {error}") from None

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, CostTable
-from actckpt.planner.cycle import Moment, moments
 from actckpt.planner.pins import Allowed, Pins, allowed_actions, checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import simulate
@@ -43,15 +42,6 @@ class Problem:
         """
         return cls(costs, budget_bytes, allowed_actions(costs, checked_pins(pins)))
 
-    def with_budget(self, budget_bytes: float) -> Problem:
-        """Return the same with another budget."""
-        return dataclasses.replace(self, budget_bytes=budget_bytes)
-
-    @functools.cached_property
-    def moments(self) -> tuple[Moment, ...]:
-        """The cycle."""
-        return moments(self.costs)
-
     @functools.cached_property
     def scale_s(self) -> float:
         """Seconds of the order of a step's, to tell times from rounding."""
@@ -62,16 +52,6 @@ class Problem:
         """Return the choice that keeps each value, unless a pin says otherwise."""
         actions = tuple({name: may[0] for name, may in allowed.items()} for allowed in self.allowed)
         return Choice(actions, (False,) * len(actions))
-
-    def dropped(self) -> Choice:
-        """Return the choice that keeps inputs alone where blocks can run again, and else what cannot be replayed."""
-        actions, rerun = [], []
-        for block, allowed in zip(self.costs.blocks, self.allowed, strict=True):
-            again = {value.name for value in block.values if value.replayable or block.rerun} - {BLOCK_INPUT}
-            again &= {name for name, may in allowed.items() if Action.RECOMPUTE in may}
-            actions.append({name: Action.RECOMPUTE if name in again else may[0] for name, may in allowed.items()})
-            rerun.append(block.rerun and any(value.needed and value.name in again for value in block.values))
-        return Choice(tuple(actions), tuple(rerun))
 
     def plan(self, choice: Choice) -> Plan | None:
         """Return the plan of a choice; None where it does not fit, or backward lacks something.

@@ -1,4 +1,4 @@
-"""The rows of NOTE [ Formulation ] as a linear program, with whole actions or shares of them.
+"""The rows of NOTE [ Formulation ] as a linear program over binary decisions.
 
 NOTE [ Formulation ]
 
@@ -25,23 +25,18 @@ r_v and a_j, of recording and of offloading, and the waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy
-
 from actckpt.action import Action
-from actckpt.planner.bandwidth import Links, has_disk
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Segment, Value
-from actckpt.planner.linear_program import Array, LinearProgram, Solution, Terms
+from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Moment, Segment, Value
+from actckpt.planner.linear_program import Array, LinearProgram, Terms
 from actckpt.planner.pins import Allowed
 from actckpt.planner.problem import Choice, Problem
 
 __all__ = ["Program"]
 
 _KEEP, _RECOMPUTE, _OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
-#: A share that differs from a whole action by less is one.
-_WHOLE = 1e-6
 
 #: Of each value that may be wanted, by name, the variables of its actions.
 _Ways = dict[str, dict[Action, int]]
@@ -77,7 +72,7 @@ class Program:
         self._problem, self._costs, self._program = problem, problem.costs, LinearProgram()
         is_for_seconds = minimise == "seconds"
         # HiGHS compares with absolute tolerances of 1e-7 to 1e-6: the budget is one unit, and so is the step.
-        bases = [nbytes for moment in problem.moments for nbytes in moment.segment.bases]
+        bases = [nbytes for moment in problem.costs.moments for nbytes in moment.segment.bases]
         held = sum(value.nbytes for block in self._costs.blocks for value in block.values)
         self._base = min(bases)  # there at all times, so it need not be told
         room = min(problem.budget_bytes - self._base, held + max(bases) - self._base)
@@ -90,7 +85,8 @@ class Program:
         self._most = self._program.variable(most, cost=float(not is_for_seconds), lower=-math.inf)
         self._entries = [self._entry(index, block) for index, block in enumerate(self._costs.blocks)]
         #: Bytes that these entries keep together; for segments without and with casts in autocast's cache.
-        self._alive: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({}, {})
+        nothing = self._program.variable(0.0)
+        self._alive: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({(): nothing}, {(): nothing})
         self._memory(has_links=is_for_seconds and self._costs.d2h_bytes_per_s > 0)
 
     @property
@@ -149,7 +145,7 @@ class Program:
 
     def _recorded(self, index: int, block: BlockClass, ways: _Ways, again: int | None) -> int | None:
         """Add that an entry is recorded, where that costs something: what backward needs is not kept, and not rerun."""
-        own = [moment.segment.bases for moment in self._problem.moments if moment.segment.running == index]
+        own = [moment.segment.bases for moment in self._costs.moments if moment.segment.running == index]
         if not block.recording_s and all(replay == plain for plain, replay, _ in own):
             return None
         found = self._program.variable(1.0, block.recording_s * self._per_second, whole=True)
@@ -165,21 +161,18 @@ class Program:
 
     def _memory(self, *, has_links: bool) -> None:
         """Add a row for each segment, with what is on its way."""
-        on_disk = self._on_disk()
-        gone = [entry.gone for entry in self._entries]
-        links = None
-        if has_links:
-            links = Links(self._program, self._costs, self._per_byte, self._per_second, gone, on_disk)
-        for moment in self._problem.moments:
+        gone, on_disk = [entry.gone for entry in self._entries], self._on_disk()
+        links = _Links(self._program, self._costs, self._per_byte, self._per_second, gone) if has_links else None
+        for moment in self._costs.moments:
             moving = [] if links is None else links.run(moment, self._longer(moment.consumed))
             self._memory_row(moment.segment, moving)
-        if links is not None:
-            links.end()
+        if links is not None and _has_disk(self._costs):
+            self._program.row([(links.written, 1.0), (on_disk, -1.0)], 0.0, 0.0)
 
     def _on_disk(self) -> int:
         """Add the bytes that go on to the disk, and what host memory and disk have room for."""
         costs = self._costs
-        found = self._program.variable(costs.disk_bytes * self._per_byte if has_disk(costs) else 0.0)
+        found = self._program.variable(costs.disk_bytes * self._per_byte if _has_disk(costs) else 0.0)
         if costs.host_bytes is not None:
             gone = [(entry.gone, 1.0) for entry in self._entries]
             self._program.row([*gone, (found, -1.0)], upper=costs.host_bytes * self._per_byte)
@@ -204,17 +197,14 @@ class Program:
         self._program.row(terms, upper=-plain)
 
     def _held_by(self, segment: Segment) -> Terms:
-        """Return the bytes that entries keep: the latest sum with its differences, where these are few."""
+        """Return the bytes that entries keep: the latest sum, with its differences."""
         alive, sums = tuple(sorted(segment.alive)), self._alive[segment.holds_casts]
         kept = [entry.kept_beside_casts if segment.holds_casts else entry.kept for entry in self._entries]
         if alive not in sums:
-            before = next(reversed(sums), ())
-            added, gone = set(alive) - set(before), set(before) - set(alive)
-            terms = [(kept[index], 1.0) for index in alive]
-            if before and len(added) + len(gone) < len(alive):
-                terms = [(sums[before], 1.0), *((kept[index], -1.0) for index in sorted(gone))]
-                terms += [(kept[index], 1.0) for index in sorted(added)]
-            sums[alive] = self._program.total(terms)
+            before = next(reversed(sums))
+            changes = [(kept[index], 1.0) for index in alive if index not in before]
+            changes += [(kept[index], -1.0) for index in before if index not in alive]
+            sums[alive] = self._program.total([(sums[before], 1.0), *changes])
         return [(sums[alive], 1.0)]
 
     def _in_forward(self, index: int, limit_bytes: float) -> int:
@@ -229,40 +219,19 @@ class Program:
         self._program.row([(found, 1.0), (is_most, -most)], lower=0.0)
         return found
 
-    # What is below solves it.
-
-    def relax(self) -> Solution:
-        """Allow shares of actions. Its bound is one for whole actions too."""
-        return self._in_seconds(self._program.solve(whole=False, options={}, fixed={}))
-
-    def solve(self, *, time_limit_s: float, gap: float, near: Solution | None = None) -> Solution:
-        """Find whole actions.
+    def solve(self, *, time_limit_s: float, gap: float) -> tuple[Choice | None, float]:
+        """Choose an action for each value; return the choice, if one was found, and seconds that none can beat.
 
         Args:
             time_limit_s: how long HiGHS may search.
-            gap: search ends once what was found is worse than the bound by at most this share, of the step or bytes.
-            near: shares: entries all of whose actions are whole there keep them.
+            gap: the search ends once its plan is worse than the bound by at most this share, of the step or bytes.
         """
-        options = {"time_limit": time_limit_s, "mip_rel_gap": gap}
-        fixed = {} if near is None or near.variables is None else dict(self._whole_in(near.variables))
-        return self._in_seconds(self._program.solve(whole=True, options=options, fixed=fixed))
+        values, bound = self._program.solve(time_limit_s=time_limit_s, gap=gap)
+        bound_s = (bound - self._plain) / (self._per_second or 1.0)
+        return None if values is None else self._choice(values), bound_s
 
-    def _in_seconds(self, found: Solution) -> Solution:
-        """Return a solution with its bound in seconds over plain training."""
-        return found._replace(bound=(found.bound - self._plain) / (self._per_second or 1.0))
-
-    def _whole_in(self, shares: Array) -> Iterator[tuple[int, float]]:
-        """Yield the decisions of entries all of whose actions are whole."""
-        for entry in self._entries:
-            decided = entry.decisions()
-            if decided and numpy.abs(shares[decided] - numpy.rint(shares[decided])).max() < _WHOLE:
-                yield from ((variable, float(numpy.rint(shares[variable]))) for variable in decided)
-
-    def choice(self, found: Solution) -> Choice | None:
-        """Return the actions of the largest shares."""
-        if found.variables is None:
-            return None
-        values, actions, rerun = found.variables, [], []
+    def _choice(self, values: Array) -> Choice:
+        actions, rerun = [], []
         for block, allowed, entry in zip(self._costs.blocks, self._problem.allowed, self._entries, strict=True):
             again = entry.again is not None and bool(values[entry.again] > 0.5)
             chosen = {}
@@ -274,3 +243,75 @@ class Program:
             actions.append(chosen)
             rerun.append(again)
         return Choice(tuple(actions), tuple(rerun))
+
+
+def _has_disk(costs: CostTable) -> bool:
+    """Return whether what host memory has no room for goes on to a disk."""
+    return min(costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) > 0 and costs.host_bytes is not None
+
+
+class _Links:
+    """What was handed over, copied out, copied back and needed again by the end of the last segment so far.
+
+    Args:
+        per_byte, per_second: units of the program.
+        gone: per entry, the variable of the bytes that it offloads.
+    """
+
+    def __init__(
+        self, program: LinearProgram, costs: CostTable, per_byte: float, per_second: float, gone: Sequence[int]
+    ) -> None:
+        self._program, self._costs, self._gone = program, costs, gone
+        self._per_byte, self._per_second = per_byte, per_second
+        self._is_backward = False
+        self._handed = self._consumed = self._out = self._back = program.variable(0.0)
+        self.written = self._read = self._out
+
+    def run(self, moment: Moment, recompute: Terms) -> Terms:
+        """Add what is moved in a segment; return the bytes that are on their way at its peak.
+
+        Args:
+            recompute: seconds that what begins there takes longer.
+        """
+        row, costs = self._program.row, self._costs
+        self._handed, self._consumed = (
+            self._program.total([(total, 1.0), *((self._gone[index], 1.0) for index in entries)]) if entries else total
+            for total, entries in ((self._handed, moment.handed), (self._consumed, moment.consumed))
+        )
+        wait: Terms = [(self._program.variable(cost=1.0), 1.0)]
+        if not moment.is_backward:
+            self._out = self._moved(self._out, costs.d2h_bytes_per_s, moment.seconds, wait)
+            row([(self._out, 1.0), (self._handed, -1.0)], upper=0.0)
+            if _has_disk(costs):
+                self.written = self._moved(self.written, costs.disk_write_bytes_per_s, moment.seconds, wait)
+                self._in_host()
+        else:
+            if not self._is_backward:  # all is out
+                row([(self._out, 1.0), (self._handed, -1.0)], lower=0.0)
+            self._read_back(0.0, wait)  # what a backward needs is back when it begins
+            row([(self._back, 1.0), (self._consumed, -1.0)], lower=0.0)
+            self._read_back(moment.seconds, recompute)
+            if len(moment.readable) < len(self._gone):
+                row([(self._back, 1.0), *((self._gone[index], -1.0) for index in moment.readable)], upper=0.0)
+        self._is_backward = moment.is_backward
+        return [(self._handed, 1.0), (self._out, -1.0), (self._back, 1.0), (self._consumed, -1.0)]
+
+    def _read_back(self, seconds: float, longer: Terms) -> None:
+        self._back = self._moved(self._back, self._costs.h2d_bytes_per_s, seconds, longer)
+        if _has_disk(self._costs):
+            self._read = self._moved(self._read, self._costs.disk_read_bytes_per_s, seconds, longer)
+            self._in_host()
+
+    def _moved(self, before: int, bytes_per_s: float, seconds: float, longer: Terms) -> int:
+        """Add what a link has moved after some seconds, and longer by these terms."""
+        rate = bytes_per_s * self._per_byte / self._per_second
+        after = self._program.variable()
+        slower = [(variable, -rate * factor) for variable, factor in longer]
+        self._program.row([(after, 1.0), (before, -1.0), *slower], upper=rate * seconds * self._per_second)
+        self._program.row([(after, 1.0), (before, -1.0)], lower=0.0)
+        return after
+
+    def _in_host(self) -> None:
+        self._program.row([(self.written, 1.0), (self._read, -1.0)], lower=0.0)
+        there = [(self._out, 1.0), (self.written, -1.0), (self._back, -1.0), (self._read, 1.0)]
+        self._program.row(there, 0.0, (self._costs.host_bytes or 0.0) * self._per_byte)

@@ -14,10 +14,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy
+
 from actckpt.action import Action
 from actckpt.planner.costs import BlockClass, CostTable, Segment, as_cost_table
-from actckpt.planner.cycle import moments
-from actckpt.planner.pipes import Pipe
 from actckpt.planner.plans import Plan
 
 __all__ = ["InFlight", "Simulation", "Span", "needs", "simulate"]
@@ -61,8 +61,6 @@ class Simulation:
     write_wait_seconds: float
     read_wait_seconds: float
     peak_bytes: float
-    #: In words: at the end of which block's forward or backward.
-    peak_at: str
     #: Bytes beyond the plan's budget, host memory and disk, at the worst moment; 0: it fits.
     excess_bytes: float
     host_peak_bytes: float
@@ -108,6 +106,64 @@ def needs(costs: CostTable | Mapping[str, Any], plan: Plan) -> list[float]:
     return list(simulate(costs, plan).segment_bytes)
 
 
+class _Pipe:
+    """Bytes that flow through two links with a buffer between them: device, host, disk, or the way back.
+
+    Args:
+        rates: bytes per second of the first and the second link.
+        limits: most bytes that each may move by now.
+        buffered: bytes in the buffer at first.
+        room: most bytes in the buffer.
+    """
+
+    def __init__(self, rates: Sequence[float], limits: Sequence[float], *, buffered: float, room: float) -> None:
+        self.rates: Sequence[float] = rates
+        self.limits: list[float] = list(limits)
+        self.buffered: float = buffered
+        self.most_buffered: float = buffered
+        self.room: float = max(room, buffered)
+        #: By each link, by now.
+        self.moved: list[float] = [0.0, 0.0]
+        #: Of each link: moments, and what it had moved by then.
+        self.traces: list[list[tuple[float, float]]] = [[], []]
+
+    def run(self, now: float, seconds: float) -> float:
+        """Move bytes for some time from a moment on; return the moment at its end."""
+        end = now + seconds
+        while now < end:
+            now = self._until_event(now, end, (math.inf, math.inf))
+        return end
+
+    def wait(self, now: float, link: int, target: float, rounding: float) -> float:
+        """Move bytes until a link has moved so many; return the moment at which it has."""
+        goals = (target, math.inf) if link == 0 else (math.inf, target)
+        while self.moved[link] < target - rounding:
+            now = self._until_event(now, math.inf, goals)
+            assert now < math.inf, "nothing moves any more"
+        return now
+
+    def _until_event(self, now: float, end: float, goals: tuple[float, float]) -> float:
+        """Move bytes at even speeds until one of them changes, and no longer than to `end`."""
+        speeds = [rate if self.moved[link] < self.limits[link] else 0.0 for link, rate in enumerate(self.rates)]
+        if self.buffered <= 0.0:
+            speeds[1] = min(speeds)
+        if self.buffered >= self.room:
+            speeds[0] = min(speeds)
+        stops = [min(goal, limit) for goal, limit in zip(goals, self.limits, strict=True)]
+        growth, goal = speeds[0] - speeds[1], self.room if speeds[0] > speeds[1] else 0.0
+        ways = [(end - now, "end"), *(((goal - self.buffered) / growth, "buffer") for _ in range(growth != 0.0))]
+        ways += [((stops[link] - self.moved[link]) / speed, str(link)) for link, speed in enumerate(speeds) if speed]
+        seconds, event = min(ways)
+        then = end if event == "end" else now + seconds
+        self.buffered = goal if event == "buffer" else min(max(self.buffered + growth * seconds, 0.0), self.room)
+        self.most_buffered = max(self.most_buffered, self.buffered)
+        for link, speed in enumerate(speeds):
+            before = self.moved[link]
+            self.moved[link] = stops[link] if event == str(link) else min(before + speed * seconds, stops[link])
+            self.traces[link] += [(now, before), (then, self.moved[link])] if speed else []
+        return then
+
+
 class _Block:
     """What a plan does in one block of the stack."""
 
@@ -138,7 +194,7 @@ class _Step:
             raise ValueError(
                 f"The plan has {len(plan.actions)} blocks, the cost table {len(costs.stack)}: it is of another model."
             )
-        self.costs, self.plan, self.moments = costs, plan, moments(costs)
+        self.costs, self.plan, self.moments = costs, plan, costs.moments
         self.blocks = [_Block(index, block, plan) for index, block in enumerate(costs.blocks)]
         self.total = sum(block.gone for block in self.blocks)
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
@@ -147,7 +203,6 @@ class _Step:
         self.now, self.write_wait_s, self.read_wait_s = 0.0, 0.0, 0.0
         self.compute: list[Span] = []
         self.memory: list[tuple[float, float]] = []
-        self.peak, self.peak_at, self.excess = -math.inf, "", 0.0
         self.segment_bytes = [-math.inf] * len(self.moments)
         self.out_bytes, self.ahead_bytes = ([0.0] * len(self.blocks) for _ in range(2))
         self._stores()
@@ -163,8 +218,8 @@ class _Step:
         lost = beyond - self.on_disk
         self.excess = lost if lost > self.rounding else 0.0
         room = host + lost  # it is put there all the same
-        self.out = Pipe((costs.d2h_bytes_per_s, disk_rates[0]), (0.0, self.on_disk), buffered=0.0, room=room)
-        self.back = Pipe((disk_rates[1], costs.h2d_bytes_per_s), (0.0, 0.0), buffered=0.0, room=room)
+        self.out = _Pipe((costs.d2h_bytes_per_s, disk_rates[0]), (0.0, self.on_disk), buffered=0.0, room=room)
+        self.back = _Pipe((disk_rates[1], costs.h2d_bytes_per_s), (0.0, 0.0), buffered=0.0, room=room)
 
     def _order(self) -> None:
         """Find out how many bytes were handed over and are needed back when each segment runs, and can be read back."""
@@ -210,7 +265,6 @@ class _Step:
 
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
-        segment = self.moments[number].segment
         capacity = self.plan.budget_bytes
         if room < -_ROUNDING * abs(capacity - room):
             self.excess = max(self.excess, -room)
@@ -218,10 +272,6 @@ class _Step:
             nbytes = capacity
         self.memory.append((self.now, nbytes))
         self.segment_bytes[number] = max(self.segment_bytes[number], nbytes)
-        if nbytes > self.peak:
-            way = "forward" if segment.is_forward else "backward"
-            at = f"{way} of block {segment.running}" if segment.running >= 0 else f"segment {number}, beside blocks"
-            self.peak, self.peak_at = nbytes, at
 
     def _forward(self, number: int, base: float, room: float) -> None:
         """Run a segment; then wait until there is room, and before backward until everything is out."""
@@ -274,8 +324,7 @@ class _Step:
             recompute_seconds=recompute_s,
             write_wait_seconds=self.write_wait_s,
             read_wait_seconds=self.read_wait_s,
-            peak_bytes=self.peak,
-            peak_at=self.peak_at,
+            peak_bytes=max(self.segment_bytes),
             excess_bytes=self.excess,
             host_peak_bytes=max(self.out.most_buffered, self.back.most_buffered),
             inflight=tuple(map(InFlight, self.out_bytes, self.ahead_bytes)),
@@ -300,23 +349,13 @@ def _copies(
         queue: name, bytes and block of the values in the order in which they are copied.
         skipped: bytes at the front of the queue that do not go over this link.
     """
-    spans: list[Span] = []
-    moved, begin = -skipped, 0
-    for name, size, block in queue:
-        first, moved = max(moved, 0.0), moved + size
-        while begin + 1 < len(trace) and trace[begin + 1][1] <= first:
-            begin += 1
-        if moved <= 0.0 or begin + 1 >= len(trace):
-            continue
-        end = begin
-        while end + 2 < len(trace) and trace[end + 1][1] < moved:
-            end += 1
-        spans.append(Span(_moment(trace, begin, first), _moment(trace, end, moved), name, block))
+    times, moved = numpy.array(trace).reshape(-1, 2).T
+    spans, last = [], -skipped
+    for name, nbytes, block in queue:
+        first, last = max(last, 0.0), last + nbytes
+        begin, end = int(moved.searchsorted(first, "right")), min(int(moved.searchsorted(last)), len(moved) - 1)
+        if last > 0.0 and begin < len(moved):
+            lines = (first, slice(begin - 1, begin + 1)), (last, slice(end - 1, end + 1))
+            start_s, end_s = (float(numpy.interp(nbytes, moved[line], times[line])) for nbytes, line in lines)
+            spans.append(Span(start_s, max(start_s, end_s), name, block))
     return tuple(spans)
-
-
-def _moment(trace: Sequence[tuple[float, float]], index: int, moved: float) -> float:
-    """Return when that much had been moved, on the line that begins at an index."""
-    (start_s, start), (end_s, end) = trace[index], trace[index + 1]
-    share = (moved - start) / (end - start) if end > start else 0.0
-    return start_s + (end_s - start_s) * min(max(share, 0.0), 1.0)

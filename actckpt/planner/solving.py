@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import numbers
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from actckpt._text.sizes import parse_bytes
-from actckpt.planner.costs import CostTable, as_cost_table
-from actckpt.planner.pins import Pins, checked_pins
+from actckpt.action import Action
+from actckpt.planner.costs import BlockClass, CostTable, as_cost_table
+from actckpt.planner.memory_parts import infeasible, smallest
+from actckpt.planner.pins import Allowed, Pins, checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Choice, Problem, played
 from actckpt.planner.program import Program
-from actckpt.planner.smallest import infeasible, smallest
 
 __all__ = ["solve"]
 
-#: With more decisions than these, a search ends once its plan may be worse than the best one by this share of the step,
-#: and what the first search gives is good enough below the other share. With fewer, both go on to the optimum.
-_FEW, _GAP, _GOOD = 150, 5e-4, 5e-3
+#: With more decisions than these, the search ends once its plan may be worse than the best one by this share of the
+#: step. With fewer, it goes on to the optimum. A plan that is worse than the bound by the last one was cut off.
+_FEW, _GAP, _CUT_OFF = 150, 5e-3, 1e-2
 #: A difference below this share of the step is rounding.
 _ROUNDING = 1e-9
 _WINDOW_ROUNDS = 24
@@ -31,7 +34,7 @@ def solve(
     *,
     budget: float | str,
     pins: Pins | None = None,
-    time_limit_s: float = 1.0,
+    time_limit_s: float = 2.0,
 ) -> Plan:
     """Choose what becomes of each value of each block so that the step is fastest within a budget.
 
@@ -40,14 +43,14 @@ def solve(
         budget: most bytes in memory at any time, all of it: a number of bytes, or a text with a unit like `"24GiB"`.
         pins: actions (`Action`, or `"keep"`, `"recompute"`, `"offload"`) that are given: of all values with a name, of
             those of one class `(class, name)`, or of one block of the stack `(block, name)`.
-        time_limit_s: seconds that each of two searches for whole actions may take.
+        time_limit_s: seconds that the search may take. If it is cut off, the plan may be a greedy one.
     Returns:
         The plan with the least predicted seconds that was found; `plan.bound_seconds` says what none can beat.
     Raises:
         PlanInfeasibleError: no plan fits. Its `smallest_bytes` is the smallest budget for which there is one.
         CostTableError: the cost table makes no sense.
         ValueError: the budget or the time limit is none, or a pin cannot be.
-    Cost: below a second for a hundred blocks of fifteen values, and up to `time_limit_s` more.
+    Cost: 0.3 s for a hundred blocks of fifteen values in the median, and `time_limit_s` and a second at most.
     Source: the program of NOTE [ Formulation ].
     """
     if not isinstance(time_limit_s, numbers.Real) or not time_limit_s >= 0:
@@ -57,7 +60,7 @@ def solve(
     if best is None or best.overhead_seconds:
         best, bound_s = _search(problem, time_limit_s)
     best, pinned = _with_window(problem, best), tuple(checked_pins(pins).items())
-    return dataclasses.replace(best, bound_seconds=max(min(bound_s, best.overhead_seconds), 0.0), pins=pinned)
+    return dataclasses.replace(best, bound_seconds=max(0.0, min(best.overhead_seconds, bound_s)), pins=pinned)
 
 
 def _budget(budget: object) -> float:
@@ -71,51 +74,19 @@ def _budget(budget: object) -> float:
 
 
 def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
-    """Return the best plan found, and seconds that no plan can beat.
-
-    Shares of actions come first. Entries that are whole there stay so in the first search for whole actions, which is
-    quick, and of large stacks often all that ends in time; if that may leave something to be gained, all are free.
-    """
+    """Return the best plan found, and seconds that no plan can beat."""
     program = Program(problem)
-    relaxed = program.relax()
-    if relaxed.bound == math.inf:
-        raise infeasible(problem)
-    gap, good = (_ROUNDING, _ROUNDING) if program.num_whole <= _FEW else (_GAP, _GOOD)
-    best, bound_s = None, relaxed.bound
-    for near in (relaxed, None):
-        found = program.solve(time_limit_s=time_limit_s, gap=gap, near=near)
-        if near is None and found.bound < math.inf:
-            bound_s = max(bound_s, found.bound)
-        choice = program.choice(found)
-        best = _fastest(best, None if choice is None else problem.plan(choice))
-        if best is not None and best.overhead_seconds - relaxed.bound <= good * problem.scale_s:
-            break
-    best = best or _greedy(problem)
+    gap = _ROUNDING if program.num_whole <= _FEW else _GAP
+    choice, bound_s = program.solve(time_limit_s=time_limit_s, gap=gap)
+    best = None if choice is None else problem.plan(choice)
+    is_near = best is not None and best.overhead_seconds - bound_s <= _CUT_OFF * best.step_seconds
+    if bound_s < math.inf and not is_near:  # the search was cut off
+        best = _fastest((best, _greedy(problem)))
+        if best is None and (least := smallest(problem)) is not None:
+            best = problem.plan(Choice(least.actions, least.rerun))
     if best is None:
         raise infeasible(problem)
     return best, bound_s
-
-
-def _fastest(one: Plan | None, other: Plan | None) -> Plan | None:
-    plans = [plan for plan in (one, other) if plan is not None]
-    return min(plans, key=lambda plan: plan.overhead_seconds, default=None)
-
-
-def _greedy(problem: Problem) -> Plan | None:
-    """Return a plan for where no search ends: all is dropped, then entries are kept whole while they fit, last first.
-
-    What the last ones keep is held for the shortest time.
-    """
-    best = problem.plan(problem.dropped())
-    if best is None and (least := smallest(problem)) is not None:
-        best = problem.plan(Choice(least.actions, least.rerun))
-    kept = problem.kept().actions
-    for index in reversed(range(len(kept))):
-        if best is not None:
-            actions = (*best.actions[:index], kept[index], *best.actions[index + 1 :])
-            rerun = (*best.rerun[:index], False, *best.rerun[index + 1 :])
-            best = _fastest(best, problem.plan(Choice(actions, rerun)))
-    return best
 
 
 def _with_window(problem: Problem, plan: Plan) -> Plan:
@@ -131,3 +102,96 @@ def _with_window(problem: Problem, plan: Plan) -> Plan:
         else:
             least = window
     return best
+
+
+class _Way(NamedTuple):
+    """Actions of an entry of the stack, the bytes that it holds with them, and the seconds that they add."""
+
+    held_bytes: float
+    seconds: float
+    actions: Mapping[str, Action]
+    rerun: bool
+
+
+def _greedy(problem: Problem) -> Plan | None:
+    """Return a plan that holds the values whose bytes save most seconds; None if no plan like that fits.
+
+    Entries go up step by step from what holds least to what takes least time. Steps that save most seconds per byte
+    come first, and of equal ones those of the last entries. Bisection finds how many of them pay: each plan is
+    simulated. What is held is offloaded as far as the links move it beside compute, or all of it.
+    """
+    ladders = [_ladder(block, allowed) for block, allowed in zip(problem.costs.blocks, problem.allowed, strict=True)]
+    steps = [(-_slope(*pair), index) for index, ways in enumerate(ladders) for pair in itertools.pairwise(ways)]
+    order = [index for _, index in sorted(steps, reverse=True)]
+
+    @functools.cache
+    def plan(num_steps: int, offloads_all: bool) -> Plan | None:
+        levels = [0] * len(ladders)
+        for index in order[:num_steps]:
+            levels[index] += 1
+        ways = [ladder[level] for ladder, level in zip(ladders, levels, strict=True)]
+        return problem.plan(_offloading(problem, ways, offloads_all))
+
+    best = None
+    for offloads_all in (False, True)[: 1 + (problem.costs.d2h_bytes_per_s > 0)] if all(ladders) else ():
+        low, high = 0, len(order)
+        while low < high:
+            middle = (low + high) // 2
+            more = plan(middle + 1, offloads_all)
+            is_better = more is not None and _fastest((more, plan(middle, offloads_all))) is more
+            low, high = (middle + 1, high) if is_better else (low, middle)
+        best = _fastest((best, plan(low, offloads_all)))
+    return best
+
+
+def _fastest(plans: Iterable[Plan | None]) -> Plan | None:
+    """Return the fastest of the plans that there are, the first of equal ones."""
+    return min(filter(None, plans), key=lambda plan: plan.overhead_seconds, default=None)
+
+
+def _ladder(block: BlockClass, allowed: Allowed) -> list[_Way]:
+    """Return ways of an entry, fewest bytes first, each of which saves more seconds per byte than the next one."""
+
+    def way(actions: Mapping[str, Action], rerun: bool) -> _Way:
+        held_bytes = sum(value.nbytes for value in block.values if actions[value.name] is not Action.RECOMPUTE)
+        return _Way(held_bytes, block.added_seconds(actions, rerun=rerun), actions, rerun)
+
+    ways = []
+    for rerun in (False, True)[: 1 + block.rerun]:
+        actions = {name: Action.RECOMPUTE if Action.RECOMPUTE in may else may[0] for name, may in allowed.items()}
+        while (lost := block.lost(actions, rerun=rerun)) and len(allowed[lost]) > 1:
+            actions[lost] = allowed[lost][0]
+        if lost:
+            continue
+        ways.append(way(actions, rerun))
+        while more := [name for name, may in allowed.items() if ways[-1].actions[name] is not may[0]]:
+            options = [way({**ways[-1].actions, name: allowed[name][0]}, rerun) for name in more]
+            ways.append(min(options, key=functools.partial(_slope, ways[-1])))
+    ladder: list[_Way] = []
+    for new in sorted(ways, key=lambda way: (way.held_bytes, way.seconds)):
+        if not ladder or new.seconds < ladder[-1].seconds:
+            while len(ladder) > 1 and _slope(*ladder[-2:]) >= _slope(ladder[-1], new):
+                ladder.pop()
+            ladder.append(new)
+    return ladder
+
+
+def _slope(below: _Way, above: _Way) -> float:
+    """Return the seconds that each byte adds from one way to another."""
+    return (above.seconds - below.seconds) / ((above.held_bytes - below.held_bytes) or 1.0)
+
+
+def _offloading(problem: Problem, ways: Sequence[_Way], offloads_all: bool) -> Choice:
+    """Return a choice that offloads all that may go, or what links move beside compute, large values first."""
+    costs, room_bytes, actions = problem.costs, 0.0, []
+    for block, allowed, way in zip(costs.blocks, problem.allowed, ways, strict=True):
+        out_bytes = costs.d2h_bytes_per_s * block.forward_s
+        room_bytes += min(out_bytes, costs.h2d_bytes_per_s * (block.backward_s + way.seconds))
+        chosen = dict(way.actions)
+        for value in sorted(block.values, key=lambda value: -value.nbytes):
+            may_go = chosen[value.name] is Action.KEEP and Action.OFFLOAD in allowed[value.name]
+            if may_go and (offloads_all or value.nbytes <= room_bytes):
+                chosen[value.name] = Action.OFFLOAD
+                room_bytes -= value.nbytes
+        actions.append(chosen)
+    return Choice(tuple(actions), tuple(way.rerun for way in ways))

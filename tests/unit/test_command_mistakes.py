@@ -77,7 +77,7 @@ _OF_FILES = [
     ("explain missing.json", "missing.json: No such file"),
     ("explain text.json", "text.json is no JSON"),
     ("explain costs.json", "costs.json: This is no plan"),
-    ("explain plan.json", "plan.json: This plan has no"),
+    ("explain plan.json", "plan.json: This plan makes no sense"),
     ("explain script.py", "script.py --save plan.json"),
     ("compare script.py --rounds 0", "rounds=0. Pass a whole number from 1 on"),
     ("compare script.py --policy matmul", "Did you mean 'matmuls'? See"),

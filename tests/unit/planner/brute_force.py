@@ -5,7 +5,6 @@ import random
 from typing import Any
 
 import numpy
-from scipy import optimize
 
 Table = dict[str, Any]
 #: Kept bytes, offloaded bytes, recompute seconds and recompute bytes of a block.
@@ -185,39 +184,3 @@ def smallest_budget(table: Table) -> float:
     kept = numpy.cumsum(plans[..., 0], axis=0) - plans[..., 0]
     needed = numpy.maximum(kept - rooms[0][:, None], kept + plans[..., 3] - rooms[1][:, None]).max(axis=0)
     return float(numpy.where(numpy.isfinite(unlimited), needed, numpy.inf).min())
-
-
-def linear_overhead(table: Table, budget: float, plan: Any) -> float:
-    """Return what a linear program over the literal rows finds for one plan: waits, bytes moved, nothing else.
-
-    Variables per block: D, its wait, P, P', its wait. For tables without a disk.
-    """
-    blocks, num = [table["classes"][name] for name in table["stack"]], len(plan)
-    kept, gone = (numpy.cumsum(plan[:, i]) - plan[:, i] for i in range(2))
-    total = float(plan[:, 1].sum())
-    rooms = capacities(table, budget)
-    down, up = table["d2h_bytes_per_s"], table["h2d_bytes_per_s"]
-    rows, limits = [], []
-
-    def at_most(limit: float, **terms: dict[int, float]) -> None:
-        row = numpy.zeros((5, num))
-        for name, factors in terms.items():
-            for index, factor in factors.items():
-                row["DWPEV".index(name), index] += factor
-        rows.append(row.ravel())
-        limits.append(limit)
-
-    for i, block in enumerate(blocks):
-        at_most(gone[i], D={i: 1})
-        at_most(down * block["forward_s"], D={i: 1, **({i - 1: -1} if i else {})}, W={i: -down})
-        at_most(rooms[0][i] - kept[i] - gone[i], D={i: -1})
-        at_most(up * (plan[i, 2] + block["backward_s"]), E={i: 1}, P={i: -1})
-        at_most(0, E={i: -1}, P={i: 1})
-        at_most(gone[i] - total, P={i: -1})
-        at_most(rooms[1][i] - plan[i, 3] - kept[i] + total - gone[i], E={i: 1})
-        at_most(0, P={i: 1}, V={i: -up}, **({"E": {i + 1: -1}} if i < num - 1 else {}))
-    at_most(-gone[-1], D={num - 1: -1})
-    costs = numpy.repeat([0.0, 1.0, 0.0, 0.0, 1.0], num)
-    result = optimize.linprog(costs, numpy.array(rows), limits, method="highs")
-    fits = result.status == 0 and total <= table.get("host_bytes", numpy.inf)
-    return float(result.fun + plan[:, 2].sum()) if fits else numpy.inf

@@ -16,7 +16,7 @@ from actckpt import cli, planner
 from actckpt._text.listed import listed
 from actckpt._text.sizes import format_bytes, format_seconds
 from actckpt._text.tables import aligned
-from actckpt.planner import explanation, pictures
+from actckpt.planner import explanation, memory_parts, pictures
 from actckpt.planner.pictures import frontier, simple_plans
 
 GIB, MIB = 2**30, 2**20
@@ -95,7 +95,7 @@ def test_cells_are_aligned() -> None:
 
 def test_the_frontier_falls_and_every_plan_fits() -> None:
     costs = planner.CostTable.from_dict(_costs())
-    plans = frontier(costs, num_budgets=5)
+    plans = frontier(costs)
     assert plans[-1].overhead_seconds == 0
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
     assert all(more.overhead_seconds <= less.overhead_seconds for less, more in itertools.pairwise(plans))
@@ -132,8 +132,8 @@ def test_axes_are_in_the_unit_of_what_is_drawn(factor: float, unit: str) -> None
     plan = planner.solve(costs, budget=2 * 2**30 * factor)
     left, right = figure.subplots(1, 2)
     pictures.draw_frontier(left, plan)
-    pictures._draw_memory(right, plan)
-    assert (left.get_xlabel(), right.get_ylabel()) == (f"Peak ({unit})", f"Memory ({unit})")
+    pictures.draw_segments(right, plan)
+    assert (left.get_xlabel(), right.get_ylabel()) == (f"Peak ({unit})", f"Most memory ({unit})")
     assert 1.0 < left.get_xlim()[1] < 1024 and 1.0 < right.get_ylim()[1] < 1024
 
 
@@ -242,8 +242,8 @@ def test_calls_of_other_modules_stay_apart() -> None:
 def test_the_parts_of_memory_add_up_to_what_is_simulated_in_each_segment(budget: str) -> None:
     plan = planner.solve(_costs(), budget=budget)
     most = planner.simulate(plan.costs, plan).segment_bytes
-    parts = pictures.segment_parts(plan)
-    assert [sum(column) for column in zip(*parts.values(), strict=True)] == pytest.approx(most)
+    parts = memory_parts.memory_parts(plan)
+    assert [sum(each.values()) for each in parts] == pytest.approx(most)
     assert max(most) == pytest.approx(plan.peak_bytes)
-    assert all(nbytes >= 0 for column in parts.values() for nbytes in column)
-    assert {"kept by blocks", "its working set"} <= parts.keys()
+    assert all(nbytes >= 0 for each in parts for nbytes in each.values())
+    assert all(any(each[what] for each in parts) for what in ("kept by blocks", "its working set"))

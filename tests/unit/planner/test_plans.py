@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,7 @@ def test_a_plan_can_carry_places(table: dict[str, Any]) -> None:
             r"This plan is of version 7, made by actckpt .*; actckpt .* reads version 2\. Make it again\.",
         ),
         ({"plan_version": None}, "This is no plan: it has no plan_version"),
-        ({"actions": None}, "This plan has no 'actions'"),
+        ({"actions": None}, "This plan makes no sense: plan has no field 'actions'"),
     ],
 )
 def test_what_is_no_plan_is_refused(table: dict[str, Any], change: dict[str, Any], message: str) -> None:
@@ -53,56 +54,45 @@ def test_what_is_no_plan_is_refused(table: dict[str, Any], change: dict[str, Any
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"actions": [{"x0": "kep"}]}, r"no 'actions' that makes sense: 'kep' is not a valid Action\. Make the plan"),
-        ({"actions": 3}, r"no 'actions' that makes sense: "),
-        ({"actions": [{}]}, r"1 entries in 'actions', and its costs have a stack of \d+\. Make the plan again"),
-        ({"blocks": ["a"]}, r"1 entries in 'blocks'"),
-        ({"rerun": 1}, "no 'rerun' that makes sense"),
-        ({"places": ["ab"]}, "no 'places' that makes sense"),
-        ({"windows": [[1]]}, "no 'windows' that makes sense"),
-        ({"race": [{"nam": 1}]}, "no 'race' that makes sense"),
-        ({"pins": [1]}, "no 'pins' that makes sense"),
-        ({"budget_bytes": "24GiB"}, "no 'budget_bytes' that makes sense: budget_bytes is '24GiB'. It must be a number"),
-        (
-            {"budget_bytes": float("nan")},
-            "no 'budget_bytes' that makes sense: budget_bytes is nan. It must be a number from 0 on",
-        ),
-        ({"peak_bytes": -1}, "no 'peak_bytes' that makes sense: peak_bytes is -1. It must be a number from 0 on"),
-        ({"max_inflight": [1]}, "no 'max_inflight' that makes sense"),
-        ({"model": -1}, "no 'model' that makes sense"),
-        ({"model": {"type": 3}}, "no 'model' that makes sense: model.type is 3. It must be a text"),
-        (
-            {"model": {"type": "M", "torch": "2", "blocks": {"a": []}}},
-            r"no 'model' .*: model\.blocks\.a is \[\]\. It must have the types",
-        ),
+        ({"actions": [{"x0": "kep"}]}, "'kep' is not a valid Action"),
+        ({"actions": 3}, "plan.actions is 3. It must be a list"),
+        ({"actions": [{}]}, "it has 1 entries in 'actions', and its costs have a stack of 3"),
+        ({"actions": [{"x": "keep"}] * 3}, "of block 0 'costs' know 'out' alone"),
+        ({"blocks": ["a"]}, "it has 1 entries in 'blocks'"),
+        ({"blocks": [1, 2, 3]}, "plan.blocks[0] is 1. It must be a text"),
+        ({"rerun": 1}, "plan.rerun is 1. It must be a list"),
+        ({"rerun": [0] * 3}, "plan.rerun[0] is 0. It must be true or false"),
+        ({"places": ["ab"]}, "plan.places[0] is a str. It must be a table"),
+        ({"windows": [[1]]}, "plan.windows[0] has 1 entries. It must have 3"),
+        ({"windows": [[-1, 0, 0]] * 3}, "plan.windows[0][0] is -1. It must be a number from 0 on"),
+        ({"race": [{"nam": 1}]}, "plan.race[0] has an unknown field 'nam'. Known: name"),
+        ({"race": [{"name": "plan", "peak_bytes": "1", "fits": True}]}, "plan.race[0].peak_bytes is '1'. It must be"),
+        ({"pins": [1]}, "plan.pins[0] is 1. It must be a list"),
+        ({"budget_bytes": "24GiB"}, "plan.budget_bytes is '24GiB'. It must be a number of bytes"),
+        ({"budget_bytes": float("nan")}, "plan.budget_bytes is nan. It must be a number of bytes from 0 on"),
+        ({"peak_bytes": -1}, "plan.peak_bytes is -1. It must be a number of bytes from 0 on"),
+        ({"max_inflight": [1]}, "plan.max_inflight is [1]. It must be a whole number"),
+        ({"model": -1}, "plan.model is a int. It must be a table"),
+        ({"model": {"type": 3}}, "plan.model.type is 3. It must be a text"),
+        ({"model": {"type": "M", "torch": "2", "blocks": {"a": 3}}}, "plan.model.blocks.a is 3. It must be a list"),
         (
             {"model": {"type": "M", "torch": "2", "parameters": {"a": [[-1], "float32", True]}}},
-            r"no 'model' .*: model\.parameters\.a\[0\] is -1",
+            "plan.model.parameters.a[0][0] is -1",
         ),
-        ({"chosen": 3}, "no 'chosen' that makes sense: chosen is 3. It must be a text"),
-        ({"version": None}, "no 'version' that makes sense: version is None. It must be a text"),
-        ({"rerun": [0] * 3}, r"no 'rerun' that makes sense: rerun\[0\] is 0\. It must be true or false"),
-        ({"blocks": [1, 2, 3]}, r"no 'blocks' that makes sense: blocks\[0\] is 1\. It must be a text"),
-        (
-            {"windows": [[-1, 0, 0]] * 3},
-            "no 'windows' that makes sense: windows.0..0. is -1. It must be a number from 0 on",
-        ),
-        (
-            {"race": [{"name": "plan", "peak_bytes": "1", "fits": True}]},
-            "no 'race' that makes sense: race.0..peak_bytes is '1'. It must be a number",
-        ),
-        ({"actions": [{"x": "keep"}] * 3}, r"no 'actions' that makes sense: of block 0 'costs' know 'out' alone"),
-        ({"costs": {}}, "no 'costs' that makes sense: cost table has no field 'version'"),
+        ({"chosen": 3}, "plan.chosen is 3. It must be a text"),
+        ({"version": 3}, "plan.version is 3. It must be a text"),
+        ({"costs": {}}, "cost table has no field 'version'"),
     ],
 )
 def test_a_plan_that_was_changed_says_where(
     table: dict[str, Any], tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     written = {**solve(table, budget=60).to_dict(), **change}
+    message = f"This plan makes no sense: {re.escape(message)}.*Make the plan again"
     with pytest.raises(ValueError, match=message):
         Plan.from_dict(written)
     (tmp_path / "plan.json").write_text(json.dumps(written))
-    with pytest.raises(ValueError, match=rf"plan\.json: This plan has .*?{message}"):
+    with pytest.raises(ValueError, match=rf"plan\.json: {message}"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -115,27 +105,20 @@ def test_a_table_of_costs_and_plain_data_are_told_from_a_file_of_a_plan(table: d
         Plan.load(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("depth", [101, 5000])
-@pytest.mark.parametrize(
-    "content", ["DEEP", '{"plan_version": 2, "blocks": DEEP}', '{"version": 1, "classes": {"a": DEEP}}']
-)
+@pytest.mark.parametrize("content", ["DEEP", '{"plan_version": 2, "blocks": DEEP}', '{"classes": {"a": DEEP}}'])
 def test_a_file_that_is_nested_too_deep_is_refused(
-    content: str, depth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "deep.json"
-    path.write_text(content.replace("DEEP", "[" * depth + "]" * depth))
-    with pytest.raises(
-        ValueError, match=r"deep\.json is no plan: it is nested more than 100 levels deep\. Pass a file"
-    ):
+    path.write_text(content.replace("DEEP", "[" * 100_000 + "]" * 100_000))
+    with pytest.raises(ValueError, match=r"deep\.json is no plan: it is nested too deep\. Pass a file"):
         Plan.load(path)
-    with pytest.raises(
-        CostTableError, match=r"deep\.json is no cost table: it is nested more than 100 levels deep\. See"
-    ):
+    with pytest.raises(CostTableError, match=r"deep\.json is no cost table: it is nested too deep\. See"):
         CostTable.from_json(path)
     for command in ("plan", "explain"):
         with pytest.raises(SystemExit):
             cli.main([command, str(path)])
-        assert "it is nested more than 100 levels deep" in capsys.readouterr().err
+        assert "it is nested too deep" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
@@ -153,10 +136,8 @@ def test_explain_says_what_sets_the_peak_and_what_more_would_buy(llama: SimpleNa
     assert lines[0].startswith("Budget 12.00 GiB: a step takes ") and "computing again" in lines[0]
     assert f"No plan for this budget is predicted to add less than {1000 * plan.bound_seconds:.2f} ms (" in lines[0]
     assert "leaves" not in lines[0]
-    assert lines[1].startswith(
-        "Peak 12.00 GiB, in backward of block 31 of 32 ('block'): 1.28 GiB the block's working set"
-    )
-    assert "3.00 GiB fixed" in lines[1] and "kept by the blocks before it" in lines[1]
+    assert lines[1].startswith("Peak 12.00 GiB, in backward of block 31 of 32 ('block'): 1.28 GiB its working set")
+    assert "3.00 GiB fixed" in lines[1] and "kept by blocks" in lines[1]
     offloaded = next(line for line in lines if line.startswith("Offloaded: x0 of 'block' in "))
     assert offloaded.endswith("it cannot be computed again.")
     assert any(line.startswith("Recomputed: norm1 of 'block' in ") for line in lines)
@@ -225,7 +206,7 @@ def test_explain_says_what_is_needed_to_compute_again() -> None:
     assert "6 B for what is computed again" in solve(table, budget=28).explain()
     with pytest.raises(PlanInfeasibleError) as raised:
         solve(table, budget=20)
-    assert "21 B its working set, 6 B for what is computed again, 1 B kept by the blocks before it" in str(raised.value)
+    assert "21 B its working set, 6 B for what is computed again, 1 B kept by blocks" in str(raised.value)
 
 
 def test_explain_says_what_offloading_takes_beside_its_copies() -> None:

@@ -1,4 +1,4 @@
-"""The solver against every plan there is, against linear programs, and against the simulator."""
+"""The solver against every plan there is, and against the simulator."""
 
 import copy
 import dataclasses
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import brute_force
-import numpy
 import pytest
 from brute_force import Table
 
@@ -68,24 +67,6 @@ def test_stacks_that_earlier_solvers_got_wrong(seed: int) -> None:
     _fits(seed)
 
 
-def test_the_oracle_finds_what_a_linear_program_over_the_literal_rows_finds() -> None:
-    compared = 0
-    for seed in range(40):
-        table = brute_force.random_table(seed)
-        for name in ("disk_bytes", "disk_read_bytes_per_s", "disk_write_bytes_per_s"):
-            table.pop(name, None)
-        plans = brute_force.all_triples(table)
-        rng = random.Random(seed)
-        budget = rng.randint(8, 45)
-        found = brute_force.overheads(table, budget, plans)
-        fitting = numpy.flatnonzero(numpy.isfinite(found)).tolist()
-        for number in [*rng.sample(fitting, min(3, len(fitting))), rng.randrange(len(found))]:
-            expected = brute_force.linear_overhead(table, budget, plans[:, number])
-            assert found[number] == pytest.approx(expected, abs=_CLOSE), seed
-            compared += 1
-    assert compared > 100
-
-
 @pytest.mark.parametrize(
     ("shape", "percent"),
     [*(("shape_8b", percent) for percent in (5, 20, 60, 90)), ("shape_70b", 15), ("interleaved", 30)],
@@ -96,7 +77,7 @@ def test_large_stacks_are_within_half_a_point_of_the_bound(llama: SimpleNamespac
     assert plan.overhead_seconds - plan.bound_seconds <= 0.005 * plan.plain_seconds
     if shape != "interleaved":
         fluid = llama.fluid_bound(table, plan.budget_bytes)
-        assert plan.bound_seconds == pytest.approx(fluid, rel=1e-5, abs=1e-9)
+        assert fluid * (1 - 1e-5) - 1e-9 <= plan.bound_seconds <= plan.overhead_seconds
     _check_claims(table, plan)
 
 
@@ -120,11 +101,15 @@ def test_no_change_of_one_value_saves_much_and_fits(llama: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("percent", [30, 70])
-def test_a_search_without_time_gives_a_plan_that_fits(llama: SimpleNamespace, percent: int) -> None:
+def test_a_search_without_time_gives_a_plan_that_fits_and_loses_a_percent_at_most(
+    llama: SimpleNamespace, percent: int
+) -> None:
     table = llama.interleaved(24)
     budget = llama.activation_bytes(table) * percent // 100
     plan = solve(table, budget=budget, time_limit_s=0.0)
     _check_claims(table, plan)
+    best = solve(table, budget=budget, time_limit_s=20.0)
+    assert plan.bound_seconds == 0.0 < plan.overhead_seconds < best.bound_seconds + 0.01 * plan.plain_seconds
     assert plan.overhead_seconds < solve(table, budget=budget // 2, time_limit_s=0.0).overhead_seconds
 
 
@@ -233,7 +218,10 @@ def test_the_error_says_what_holds_the_memory() -> None:
     with pytest.raises(PlanInfeasibleError) as caught:
         solve(table, budget=60)
     assert str(caught.value).startswith("No plan fits into 60 B: the smallest budget is 189 B (189 bytes). ")
-    text = "backward of 'a', number 4 of 4: 22 B its working set, 100 B fixed, 1 B gradients made by then, 66 B kept"
+    text = (
+        "in backward of block 3 of 4 ('a'): 22 B its working set, 66 B kept by blocks (x0 can only be kept, kernel can "
+    )
+    text += "only be kept), 100 B fixed, 1 B gradients made by then"
     assert text in str(caught.value) and "\n" not in str(caught.value)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, actckpt.errors.ActckptError)
     again = pickle.loads(pickle.dumps(caught.value))
@@ -282,6 +270,9 @@ def test_a_budget_of_nothing_is_infeasible_where_something_is_needed(table: Tabl
 
 def test_pins_are_of_a_name_a_class_or_a_block(llama: SimpleNamespace) -> None:
     table = llama.interleaved(9)
+    table["host_bytes"] = next(
+        value["bytes"] for value in table["classes"]["grouped"]["values"] if value["name"] == "x1"
+    )
     pins = {"attention": Action.KEEP, ("window", "norm1"): "recompute", (3, "x1"): "offload"}
     plan = solve(table, budget=llama.activation_bytes(table), pins=pins)
     assert all(actions["attention"] is Action.KEEP for actions in plan.actions)
@@ -295,9 +286,7 @@ def test_pins_are_of_a_name_a_class_or_a_block(llama: SimpleNamespace) -> None:
 def test_a_pin_of_a_name_leaves_out_the_last_block_which_offloads_nothing(llama: SimpleNamespace) -> None:
     plan = solve(llama.shape_8b(4), budget=10**12, pins={"x0": "offload"})
     assert [actions["x0"].value for actions in plan.actions] == ["offload"] * 3 + ["keep"]
-    message = (
-        r"pins: \(3, 'x0'\) cannot be 'offload' in block 3, since the last block offloads nothing: it can be keep\."
-    )
+    message = r"pins: \(3, 'x0'\) cannot be 'offload' in block 3, since the last block before a backward offloads"
     with pytest.raises(ValueError, match=message):
         solve(llama.shape_8b(4), budget=10**12, pins={(3, "x0"): "offload"})
 
@@ -305,7 +294,8 @@ def test_a_pin_of_a_name_leaves_out_the_last_block_which_offloads_nothing(llama:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"atention": "keep"}, "'atention' names no value; nearest: 'attention'. Pass a name, (class, name) or"),
+        ({"atention": "keep"}, "'atention' names no value. Pass a name, (class, name) or"),
+        ({"atention": "keep"}, " Did you mean 'attention'?"),
         ({(99, "q"): "keep"}, "(99, 'q') names no value"),
         ({(True, "q"): "keep"}, "(True, 'q') names no value"),
         ({("blok", "q"): "keep"}, "('blok', 'q') names no value"),
