@@ -100,6 +100,7 @@ NAMES: dict[str, Any] = {
     "is_tracing": torch_private.is_tracing,
     "is_unshared": torch_private.is_unshared,
     "tell_of_writes": notices.tell_of_writes,
+    "tell_of_full_file": notices.tell_of_full_file,
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
     "freed_error": session.freed_error,

@@ -1,5 +1,6 @@
 """`actckpt doctor`: versions and backends with reasons, limits, and measured bandwidths."""
 
+import mmap
 import os
 import platform
 import shutil
@@ -82,8 +83,6 @@ def _disk(measure: bool) -> Iterator[Finding]:
     except _C.OffloadError as error:
         yield "offload of CPU tensors", f"off: {' '.join(str(error).split())}"
         return
-    plain = _C.why_foreign_reads_are_plain()
-    yield "memory freed by C++", f"may crash a copy under way: {plain}" if plain else "is noticed by the copy under way"
     in_memory = _C.is_memory_folder(folder)
     yield "offload of CPU tensors", f"on: unlinked spill file, {'direct' if file.direct else 'buffered'} I/O"
     warning = "; in memory (tmpfs), frees nothing: set spill_dir" if in_memory else ""
@@ -98,7 +97,9 @@ def _disk(measure: bool) -> Iterator[Finding]:
 
 
 def _time_disk(file: _C.SpillFile) -> tuple[float, float]:
-    block = torch.frombuffer(bytearray(os.urandom(_BLOCK_BYTES)), dtype=torch.uint8)
+    memory = mmap.mmap(-1, _BLOCK_BYTES)  # aligned to pages, as the file wants it
+    memory.write(os.urandom(_BLOCK_BYTES))
+    block = torch.frombuffer(memory, dtype=torch.uint8)
     count = _MEASURED_BYTES // _BLOCK_BYTES
     for stored in [file.write(block.data_ptr(), _BLOCK_BYTES) for _ in range(count)]:
         stored.free()  # the second pass overwrites, as training does from its second step on

@@ -31,14 +31,13 @@ class Stats:
     #: Bytes held by all stores now, and at most so far (not reset).
     store_bytes: int
     peak_store_bytes: int
-    #: Current pinned host memory and spill file size.
+    #: Current host memory of stores and their bounce buffers, and spill file size.
     host_bytes: int
     disk_bytes: int
     #: In-flight bytes now, and at most so far (not reset).
     inflight_bytes: int
     peak_inflight_bytes: int
-    #: Reloads that were finished (CPU tensors) or in flight (GPU tensors) when backward needed them, and reloads that
-    #: it waited for.
+    #: Reloads that were finished or in flight when backward needed them, and reloads that it waited for.
     prefetched_reloads: int
     late_reloads: int
     #: Time that callers, and streams of the program, waited for copies.
@@ -46,15 +45,15 @@ class Stats:
     #: Tensors that stayed because they are below `min_bytes`, and `offload` blocks that offloaded nothing.
     kept_small: int
     idle_offloads: int
-    #: Tensors that stayed because a limit was reached, or the disk was full.
+    #: Tensors that stayed because a limit was reached.
     kept_full: int
-    #: Tensors that stayed because a copy or a call of the device failed.
+    #: Tensors that stayed because a call of the device failed.
     kept_failed: int
     #: Tensors of `PREFER_OFFLOAD` (torch: `PREFER_CPU_OFFLOAD`) that stayed because earlier copies were not done.
     kept_busy: int
     #: Tensors that stayed because their stream was being captured into a CUDA graph.
     kept_capturing: int
-    #: Failed copies to disk, including for lack of space; their bytes stayed in memory.
+    #: Failed copies to disk, including for lack of space; their bytes stayed in host memory.
     failed_writes: int
     #: Regions rerun in backward.
     rerun_regions: int
@@ -133,12 +132,10 @@ def _totals() -> dict[str, float]:
     return totals
 
 
-def _engines() -> Iterator[_C.CpuStats | _C.DeviceStats]:
-    cpu, device = stores.cpu_store(), stores.device_store()
-    if cpu is not None:
-        yield cpu.stats()
-    if device is not None:
-        yield device.engine.stats()
+def _engines() -> Iterator[_C.DeviceEngine]:
+    for store in (stores.cpu_store(), stores.device_store()):
+        if store is not None:
+            yield store.engine
 
 
 def stats() -> Stats:
@@ -180,24 +177,14 @@ def uncounted() -> Iterator[None]:
 def _held_bytes() -> dict[str, int]:
     """Return the fields that are not sums."""
     held = dict.fromkeys(_HELD, 0)
-    for engine_stats in _engines():
-        held["inflight_bytes"] += engine_stats.inflight_bytes
-        held["peak_inflight_bytes"] += engine_stats.peak_inflight_bytes
-        if isinstance(engine_stats, _C.DeviceStats):
-            held["disk_bytes"] += engine_stats.disk_bytes
-            held["host_bytes"] += engine_stats.bounce_bytes
-            held["store_bytes"] += engine_stats.disk_bytes
-            held["peak_store_bytes"] += engine_stats.peak_disk_bytes
-        else:
-            held["disk_bytes"] += engine_stats.stored_bytes
-            held["store_bytes"] += engine_stats.stored_bytes
-            held["peak_store_bytes"] += engine_stats.peak_stored_bytes
-    device = stores.device_store()
-    if device is not None:
-        pool = device.engine.pool_stats()
-        held["host_bytes"] += pool.pool_bytes
-        held["store_bytes"] += pool.stored_bytes
-        held["peak_store_bytes"] += pool.peak_stored_bytes
+    for engine in _engines():
+        counted, pool = engine.stats(), engine.pool_stats()
+        held["inflight_bytes"] += counted.inflight_bytes
+        held["peak_inflight_bytes"] += counted.peak_inflight_bytes
+        held["disk_bytes"] += counted.disk_bytes
+        held["host_bytes"] += counted.bounce_bytes + pool.pool_bytes
+        held["store_bytes"] += counted.disk_bytes + pool.stored_bytes
+        held["peak_store_bytes"] += counted.peak_disk_bytes + pool.peak_stored_bytes
     return held
 
 

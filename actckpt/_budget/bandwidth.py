@@ -62,10 +62,7 @@ def flush(device: torch.device) -> None:
     if not stores.is_ready(device.type):
         return
     devices.synchronize(device)
-    store = stores.store_for(device.type)
-    if isinstance(store, CpuStore):
-        store.flush()
-    store.poll()
+    stores.store_for(device.type).poll()
 
 
 def poll(device: torch.device) -> None:
@@ -129,17 +126,16 @@ def _spilled(store: CpuStore) -> tuple[float, float]:
     """Return the bandwidths of writing to the spill file and reading back, in bytes per second."""
     nbytes = session.DEFAULT_MIN_BYTES
     pieces = [torch.full((nbytes,), number, dtype=torch.uint8).untyped_storage() for number in range(_NUM_PIECES)]
-    before = store.stats().written_bytes
     began = time.perf_counter()
-    put = [store.engine.put(piece.data_ptr(), nbytes, _C.Bytes(piece, 0)) for piece in pieces]
+    put = [store.engine.put(piece.data_ptr(), nbytes, 0, 0, _C.Bytes(piece, 0)) for piece in pieces]
     store.flush()
     written = time.perf_counter()
-    store.poll()
-    moved_bytes = store.stats().written_bytes - before
-    tickets = [ticket for ticket in put if isinstance(ticket, _C.CpuTicket)]
-    pieces = [torch.empty(nbytes, dtype=torch.uint8).untyped_storage() for _ in tickets]
+    tickets = [ticket for ticket in put if isinstance(ticket, _C.DeviceTicket)]
+    buffers = [_C.Bytes(torch.empty(nbytes, dtype=torch.uint8).untyped_storage(), 0) for _ in tickets]
     loaded = time.perf_counter()
-    for ticket, piece in zip(tickets, pieces, strict=True):
-        ticket.load(piece.data_ptr(), _C.Bytes(piece, 0))
+    for ticket, buffer in zip(tickets, buffers, strict=True):
+        ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=True)
+        ticket.get(0, 0)
     read = time.perf_counter()
+    moved_bytes = nbytes * len(tickets)
     return moved_bytes / max(written - began, 1e-9), moved_bytes / max(read - loaded, 1e-9)

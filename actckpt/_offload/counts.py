@@ -10,15 +10,13 @@ from actckpt import _C
 
 __all__ = ["note", "sums"]
 
-Engine = _C.CpuEngine | _C.DeviceEngine
-
 _lock = threading.RLock()  # the garbage collector may end a store at any time, also while this thread sums up
 _keys = itertools.count()
 #: Engines, or the final counters of engines that are gone.
-_counts: "dict[int, Engine | dict[str, float]]" = {}
+_counts: "dict[int, _C.DeviceEngine | dict[str, float]]" = {}
 
 
-def note(store: object, engine: Engine) -> None:
+def note(store: object, engine: _C.DeviceEngine) -> None:
     """Include the counters of `engine` from now on; `store` is its only user."""
     with _lock:
         key = next(_keys)
@@ -43,24 +41,14 @@ def sums() -> "Counter[str]":
         return total
 
 
-def _sums_of(stats: _C.CpuStats | _C.DeviceStats) -> dict[str, float]:
-    sums = {
+def _sums_of(stats: _C.DeviceStats) -> dict[str, float]:
+    return {
         "prefetched_reloads": stats.num_prefetched,
         "late_reloads": stats.num_late,
         "stall_seconds": stats.stall_seconds,
         "failed_writes": stats.num_failed_writes,
+        "kept_full": stats.num_kept_full,
+        "kept_failed": stats.num_kept_failed,
+        "kept_busy": stats.num_kept_busy + stats.num_kept_behind,
+        "kept_capturing": stats.num_kept_capturing,
     }
-    if isinstance(stats, _C.CpuStats):  # a failed write keeps the bytes: the put itself always succeeds
-        kept = {
-            "kept_full": stats.num_full_writes,
-            "kept_failed": stats.num_failed_writes - stats.num_full_writes,
-            "kept_busy": stats.num_kept_busy,
-        }
-    else:
-        kept = {
-            "kept_full": stats.num_kept_full,
-            "kept_failed": stats.num_kept_failed,
-            "kept_busy": stats.num_kept_busy + stats.num_kept_behind,
-            "kept_capturing": stats.num_kept_capturing,
-        }
-    return sums | kept

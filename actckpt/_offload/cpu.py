@@ -1,11 +1,9 @@
-"""The store of CPU tensors: a spill file that worker threads write and read."""
-
-from typing import Any
+"""The store of CPU tensors: a spill file, behind bounce buffers that worker threads write and read."""
 
 import torch
 
 from actckpt import _C, config
-from actckpt._offload import counts, notices
+from actckpt._offload import counts, limits, notices
 from actckpt._offload.spill import spill_file
 
 __all__ = ["CpuStore"]
@@ -13,12 +11,14 @@ __all__ = ["CpuStore"]
 _UNLIMITED = (1 << 64) - 1
 #: glibc caches freed blocks below its mmap threshold, which it raises on its own up to 32 MiB.
 _MMAP_THRESHOLD_BYTES = 1 << 20
+#: At least this much of a tensor is copied at a time, however small the window.
+_LEAST_INFLIGHT_BYTES = 64 << 10
 
 
 class CpuStore(_C.CpuStore):
     """A store for CPU tensors: an engine and its spill file. See csrc/bind/cpu_store.h."""
 
-    def __init__(self, engine: _C.CpuEngine) -> None:
+    def __init__(self, engine: _C.DeviceEngine) -> None:
         super().__init__(engine)
         counts.note(self, engine)
 
@@ -32,27 +32,40 @@ class CpuStore(_C.CpuStore):
         return store
 
     @classmethod
-    def on_disk(cls, folder: str, *, limit_bytes: int = _UNLIMITED, **engine: Any) -> "CpuStore":
+    def on_disk(
+        cls, folder: str, *, limit_bytes: int = _UNLIMITED, window_bytes: int | None = None, num_workers: int = 2
+    ) -> "CpuStore":
         """Spill to an unlinked file in `folder`.
 
         Args:
             limit_bytes: maximum bytes of live tickets in the file; the rest stays in memory.
-            engine: see `on_file`.
+            window_bytes: see `on_file`.
+            num_workers: see `on_file`.
         Raises:
             OffloadError: no file can be created in `folder`.
         """
-        return cls.on_file(_C.SpillFile(folder, limit_bytes=limit_bytes), **engine)
+        file = _C.SpillFile(folder, limit_bytes=limit_bytes)
+        return cls.on_file(file, window_bytes=window_bytes, num_workers=num_workers)
 
     @classmethod
-    def on_file(cls, file: _C.SpillFile, *, window_bytes: int | None = 256 << 20, num_workers: int = 2) -> "CpuStore":
+    def on_file(cls, file: _C.SpillFile, *, window_bytes: int | None = None, num_workers: int = 2) -> "CpuStore":
         """Spill to a file that other stores may share.
 
         Args:
-            window_bytes: maximum bytes waiting to be written; above it `put` waits (and helps). None: follows the sizes
-                of the stored tensors; `stats().window_bytes` has the current value.
+            window_bytes: maximum bytes in bounce buffers, each way; `put` waits (and helps) while all are in use. None:
+                32 MiB, and prefetched bytes follow the sizes of the stored tensors.
             num_workers: threads that copy; with 0 callers run every copy.
         """
-        return cls(_C.CpuEngine(file, num_workers=num_workers, window_bytes=window_bytes))
+        most = _UNLIMITED if window_bytes is None else 8 * max(window_bytes, _LEAST_INFLIGHT_BYTES)
+        bounce, buffer = limits.bounce_sizes(most)
+        engine = _C.DeviceEngine.host(
+            spill_file=file,
+            window_bytes=window_bytes,
+            bounce_bytes=bounce,
+            buffer_bytes=buffer,
+            num_workers=num_workers,
+        )
+        return cls(engine)
 
     @property
     def window_bytes(self) -> int:
@@ -60,21 +73,20 @@ class CpuStore(_C.CpuStore):
         return self.stats().window_bytes
 
     def make_room(self, device: torch.device) -> None:
-        """Wait until no more bytes wait to be written than the window allows."""
-        self.engine.make_room()
+        """Return at once: `put` copies out before it returns."""
 
     def limit_window(self, nbytes: int | None) -> None:
-        """Limit the bytes waiting to be written from now on; None: the limit of the settings."""
+        """Limit the in-flight bytes from now on; None: the limit of the settings."""
         self.engine.limit_window(nbytes)
 
     def poll(self) -> None:
-        """Release the sources of finished copies. Every other call does so too."""
+        """Continue what workers have finished. Every other call does so too."""
         self.engine.poll()
 
     def flush(self) -> None:
-        """Wait until no write is queued or running."""
+        """Wait until no bounce buffer is being written."""
         self.engine.flush()
 
-    def stats(self) -> _C.CpuStats:
+    def stats(self) -> _C.DeviceStats:
         """Counters since the store was created."""
         return self.engine.stats()

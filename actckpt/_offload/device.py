@@ -100,7 +100,7 @@ class DeviceStore:
         stats = self.engine.stats()
         if stats.num_failed_writes != self._num_failed:
             self._num_failed = stats.num_failed_writes
-            notices.tell_of_failed_writes(stats.num_failed_writes, stats.num_full_writes, stats.spill_error)
+            notices.tell_of_writes(stats)
 
     @untraced
     def saved_again(self, ticket: _C.DeviceTicket, device: torch.device, storage: torch.UntypedStorage) -> None:

@@ -10,7 +10,7 @@ __all__ = [
     "tell_kept",
     "tell_no_store",
     "tell_of_disk",
-    "tell_of_failed_writes",
+    "tell_of_full_file",
     "tell_of_memory_folder",
     "tell_of_threads",
     "tell_of_writes",
@@ -35,12 +35,12 @@ _FEW_THREADS = WarningText(
 )
 _DISK_FULL = WarningText(
     "The spill file is full: what could not be written stays in memory; nothing is lost. {error}.",
-    "Raise disk_limit, or set spill_dir to a larger file system; actckpt.stats().kept_full counts these tensors.",
+    "Raise disk_limit, or set spill_dir to a larger file system; see kept_full and failed_writes of actckpt.stats().",
     per="process",
 )
 _DISK_BROKEN = WarningText(
     "Writing to the spill file fails: what could not be written stays in memory; nothing is lost. {error}.",
-    "Check the disk, or set another spill_dir; actckpt.stats().failed_writes counts these tensors.",
+    "Check the disk, or set another spill_dir; actckpt.stats().failed_writes counts these copies.",
     per="process",
 )
 _STORE_FULL = WarningText(
@@ -81,21 +81,24 @@ def tell_of_memory_folder(folder: str) -> None:
 def tell_of_threads(num_granted: int, why: str, num_asked: int) -> None:
     """Log if the system granted fewer copy threads than requested, and why."""
     if num_granted < num_asked:
-        consequence = "They copy all." if num_granted else "Callers copy, once max_inflight bytes wait."
+        consequence = "They copy all." if num_granted else "Callers copy, once bounce buffers are full."
         _warn_once(_FEW_THREADS, granted=num_granted, requested=num_asked, reason=why, consequence=consequence)
 
 
-def tell_of_writes(stats: _C.CpuStats) -> None:
-    """Log failed writes of CPU tensors, except those whose source was freed."""
-    tell_of_failed_writes(stats.num_failed_writes - stats.num_gone_sources, stats.num_full_writes, stats.last_error)
-
-
-def tell_of_failed_writes(num_failed: int, num_full: int, error: str) -> None:
+def tell_of_writes(stats: _C.DeviceStats) -> None:
     """Log failed writes, each kind once: a full disk, and a broken one."""
-    if num_full:
-        _warn_once(_DISK_FULL, error=error.rstrip("."))
-    if num_failed > num_full:
-        _warn_once(_DISK_BROKEN, error=error.rstrip("."))
+    error = stats.spill_error.rstrip(".")
+    if stats.num_full_writes:
+        _warn_once(_DISK_FULL, error=error)
+    if stats.num_failed_writes > stats.num_full_writes:
+        _warn_once(_DISK_BROKEN, error=error)
+
+
+def tell_of_full_file(engine: _C.DeviceEngine, nbytes: int) -> None:
+    """Log that a CPU tensor stays: the limit refuses it, or failed writes occupy every bounce buffer."""
+    stats = engine.stats()
+    reason = stats.spill_error.rstrip(".") or f"{nbytes} bytes do not fit beside {stats.disk_bytes}"
+    _warn_once(_DISK_FULL, error=reason)
 
 
 def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:

@@ -3,20 +3,19 @@
 NOTE [ Sources ]
 
 A reference to a storage keeps the storage alive, not its memory. `untyped_storage().resize_(0)` frees the memory at
-once (Megatron's CheckpointWithoutOutput and FSDP do so), and moving a storage to shared memory replaces it. A running
-copy would read unmapped memory, or memory that holds something else by now. Neither size nor address shows that
-afterwards, since the same address may be allocated again.
+once (Megatron's CheckpointWithoutOutput and FSDP do so). A running copy out of a device would then read memory that
+holds something else by now. Neither size nor address shows that afterwards, since the same address may be allocated
+again. CPU tensors are copied before `put` returns: nothing reads their memory later.
 
 So storages that the engine may read are watched (csrc/offload/sources.h), from before their copy is queued until the
 engine releases them. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of
 a watched storage, and the engine releases it. Backward gets what was copied, not what the memory holds by then. Tensors
 saved later in that storage are copied anew (NOTE [ Spans ]). Programs that free nothing pay nothing.
 
-C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Workers therefore read
-CPU memory such that unmapped memory raises an error instead of ending the process (csrc/engine/memory/foreign.h); the
-tensor then stays. Bytes copied while their memory was replaced are never used: unpack takes them from the storage,
-which moved them along when it grew. If the saved tensor itself grew, unpack raises before that, since it was changed in
-place. An alias with its own version counter, such as `h.data`, does not change it.
+C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Bytes copied while their
+memory was replaced are never used: unpack takes them from the storage, which moved them along when it grew. If the
+saved tensor itself grew, unpack raises before that, since it was changed in place. An alias with its own version
+counter, such as `h.data`, does not change it.
 """
 
 import functools
@@ -29,7 +28,6 @@ import torch
 
 from actckpt import _C
 from actckpt._core import devices, torch_private
-from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore
 
 __all__ = ["guard"]
@@ -70,7 +68,5 @@ def _finish_copies(device: torch.device) -> None:
         used = tuple(_used)
     devices.synchronize(device)
     for store in used:
-        if isinstance(store, CpuStore):
-            store.flush()
-        elif isinstance(store, DeviceStore):
+        if isinstance(store, DeviceStore):
             store.poll()  # otherwise it would keep returning a source whose memory is replaced

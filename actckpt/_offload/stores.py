@@ -3,9 +3,8 @@
 `cpu_store` and `device_store` create them at first use, with the current settings. The offload hooks (csrc/offload)
 call the CPU store directly, and any other Python object through the methods of `Store`.
 
-With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait if copies lag: CPU tensors for the window,
-device tensors only for a bounce buffer below pinned memory; `stats` counts both. Without it (`PREFER_CPU_OFFLOAD`)
-`put` never waits: the bytes stay.
+With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait for a bounce buffer before the disk; `stats`
+counts that. Without it (`PREFER_CPU_OFFLOAD`) `put` never waits: the bytes stay.
 """
 
 import threading

@@ -38,19 +38,21 @@ Below below(const HandleSettings& settings, const std::shared_ptr<Workers>& work
   }
   below.registrar = registrar;
   below.wake = [workers = workers.get()] { workers->wake(); };
+  below.help = [workers = workers.get()] { return workers->run_one(); };
   return below;
 }
 
 }  // namespace
 
-DeviceHandle::DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings,
+DeviceHandle::DeviceHandle(std::shared_ptr<Backend> backend, SlabRegistrar* registrar, const HandleSettings& settings,
                            py::object release, DeviceEngine::Pause pause)
     : library_(settings.library),
       backend_(std::move(backend)),
-      pool_(std::make_shared<Pool>(settings.pool, backend_.get())),
+      is_host_(registrar == nullptr),
+      pool_(std::make_shared<Pool>(settings.pool, registrar)),
       workers_(Workers::make(settings.num_workers)),
       engine_(std::make_unique<DeviceEngine>(backend_, pool_, engine_config(settings),
-                                             below(settings, workers_, backend_.get()), std::move(pause))),
+                                             below(settings, workers_, registrar), std::move(pause))),
       release_(std::move(release)) {
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
@@ -89,7 +91,7 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
   py::error_scope pending;  // a destructor may run while an exception propagates
   for (const Release& release : releases) {
     auto* const object = static_cast<PyObject*>(release.keep);
-    if (!release.uses.empty()) {
+    if (!release.uses.empty() && !is_host_) {
       try {
         std::vector<std::pair<int, std::uintptr_t>> uses;
         for (const Stream& use : release.uses) {
@@ -104,22 +106,37 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
   }
 }
 
-py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
-                             const py::object& keep, bool must) {
+Put DeviceHandle::put_bytes(std::uintptr_t ptr, std::uint64_t nbytes, Stream stream, const py::object& keep,
+                            bool must) {
   Reference reference(keep);
   Finisher released(this);
   Put put{PutOutcome::kKeptFailed, nullptr};
   {
     const py::gil_scoped_release no_gil;
-    put = engine_->put(ptr, nbytes, {device, stream}, reference.get(), must, &released);
+    put = engine_->put(ptr, nbytes, stream, reference.get(), must, &released);
+    if (is_host_) {
+      engine_->poll(&released);  // the copy has ended
+    }
   }
   if (put.holds_keep) {
     reference.commit();
   }
+  return put;
+}
+
+py::object DeviceHandle::put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream,
+                             const py::object& keep, bool must) {
+  Put put = put_bytes(ptr, nbytes, {device, stream}, keep, must);
   if (put.ticket == nullptr) {
     return py::cast(put.outcome);
   }
   return py::cast(std::make_unique<DeviceTicketHandle>(shared_from_this(), std::move(put.ticket)));
+}
+
+std::pair<int, std::string> DeviceHandle::start_workers() {
+  std::string why;
+  const int num_granted = workers_->start_all(&why);
+  return {num_granted, why};
 }
 
 void DeviceHandle::poll() {
@@ -136,19 +153,25 @@ bool DeviceTicketHandle::use(int device, std::uintptr_t stream) {
   return owner_->engine()->use(ticket_, {device, stream});
 }
 
-py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
+DeviceTicketHandle::Found DeviceTicketHandle::find(Stream stream) {
   for (;;) {
     Finisher released(owner_.get());
-    const Got got = owner_->engine()->get(ticket_, {device, stream}, &released);
+    const Got got = owner_->engine()->get(ticket_, stream, &released);
     if (got.kind == GotKind::kNeedsLoad) {
-      return py::none();
+      return {};
     }
     if (got.kind != GotKind::kBusy) {
-      return py::make_tuple(py::handle(static_cast<PyObject*>(got.keep)), got.record_stream);
+      return {py::reinterpret_borrow<py::object>(static_cast<PyObject*>(got.keep)), got.record_stream};
     }
     const py::gil_scoped_release no_gil;
     owner_->engine()->wait(ticket_);
   }
+}
+
+py::object DeviceTicketHandle::get(int device, std::uintptr_t stream) {
+  const Found found = find({device, stream});
+  if (!found.object) return py::none();
+  return py::make_tuple(found.object, found.record_stream);
 }
 
 const char* DeviceTicketHandle::tier() const { return ticket_->is_below ? "disk" : "pinned"; }

@@ -1,6 +1,7 @@
-// The Python objects for a device engine and its tickets.
+// The Python objects for an engine and its tickets.
 //
-// Contract: `finish` passes whatever the engine releases to the callable `release(keep, uses)`, with uses a list of
+// Contract: an engine without a registrar is one of host memory: it has no streams, and its `release` is None.
+// `finish` passes whatever the engine releases to the callable `release(keep, uses)`, with uses a list of
 // (device, stream), and then drops it; empty uses need no call. An exception of `release` is reported as unraisable: it
 // runs in destructors too.
 // Thread rule: GIL held unless a function says otherwise. `get` keeps it throughout, so that nobody can drop the
@@ -18,7 +19,7 @@
 #include <utility>
 
 #include "bind/engine.h"
-#include "engine/cuda/cuda_backend.h"
+#include "engine/memory/pool.h"
 #include "engine/protocol/device_engine.h"
 #include "engine/tiers/disk_tier.h"
 
@@ -39,20 +40,26 @@ struct HandleSettings {
 
 class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
  public:
-  DeviceHandle(std::shared_ptr<cuda::CudaBackend> backend, const HandleSettings& settings, py::object release,
-               DeviceEngine::Pause pause = nullptr);
+  // `registrar`: of the backend, which lives as long.
+  DeviceHandle(std::shared_ptr<Backend> backend, SlabRegistrar* registrar, const HandleSettings& settings,
+               py::object release, DeviceEngine::Pause pause = nullptr);
   ~DeviceHandle() noexcept;
 
-  // A DeviceTicket, or why the tensor stays. Releases the GIL: may pin memory, or wait (`must`).
+  // No ticket: why the tensor stays. Releases the GIL: may pin memory, copy, or wait (`must`).
+  Put put_bytes(std::uintptr_t ptr, std::uint64_t nbytes, Stream stream, const py::object& keep, bool must);
+  // A DeviceTicket, or why the tensor stays.
   py::object put(std::uintptr_t ptr, std::uint64_t nbytes, int device, std::uintptr_t stream, const py::object& keep,
                  bool must);
   void poll();
   void make_room(int device, std::uintptr_t stream);
+  void flush() { engine_->flush(); }
   std::uint64_t trim() { return pool_->trim(); }
   const std::string& library() const { return library_; }
   void limit_window(std::optional<std::uint64_t> bytes) { engine_->limit_window(bytes.value_or(kFollowsSizes)); }
   DeviceStats stats() { return engine_->stats(); }
   PoolStats pool_stats() { return pool_->stats(); }
+  // How many threads the system granted, and why it granted fewer.
+  std::pair<int, std::string> start_workers();
 
   // Runs queued worker jobs in this thread until there is none, without the GIL.
   void work();
@@ -65,7 +72,8 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
 
  private:
   const std::string library_;
-  const std::shared_ptr<cuda::CudaBackend> backend_;
+  const std::shared_ptr<Backend> backend_;
+  const bool is_host_;
   std::shared_ptr<Pool> pool_;
   const std::shared_ptr<Workers> workers_;
   std::unique_ptr<DeviceEngine> engine_;
@@ -85,8 +93,14 @@ class DeviceTicketHandle {
   std::pair<int, std::uintptr_t> put_stream() const { return {ticket_->put_stream.device, ticket_->put_stream.handle}; }
   bool use(int device, std::uintptr_t stream);
 
-  // (object, record_stream wanted), or None: allocate on the stream and `load(..., urgent=True)`.
-  // Releases the GIL while a worker has to load the bytes first.
+  // No object: allocate on the stream and `load(..., urgent=True)`. Releases the GIL while a worker has to load the
+  // bytes first.
+  struct Found {
+    py::object object;
+    bool record_stream = false;
+  };
+  Found find(Stream stream);
+  // (object, record_stream wanted), or None.
   py::object get(int device, std::uintptr_t stream);
   bool load(int device, std::uintptr_t stream, std::uintptr_t ptr, const py::object& keep, bool urgent);
   void unload();

@@ -2,9 +2,7 @@
 
 #include "bind/engine.h"
 #include "bind/device_handles.h"
-#include "engine/disk/hash.h"
 #include "engine/errors.h"
-#include "engine/memory/foreign.h"
 #include "engine/process_memory.h"
 
 namespace actckpt::python {
@@ -30,16 +28,9 @@ void bind_errors(py::module_& module) {
 void bind_engine(py::module_& module) {
   bind_errors(module);
   bind_memory(module);
-  bind_cpu(module);
   bind_device(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
-  // Keeps the GIL: a few system calls, once.
-  module.def("why_foreign_reads_are_plain", &why_foreign_reads_are_plain);
-  // Releases the GIL: reads all bytes.
-  module.def(
-      "hash64", [](std::uintptr_t ptr, std::size_t nbytes) { return hash64(to_pointer(ptr), nbytes); }, py::arg("ptr"),
-      py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace actckpt::python

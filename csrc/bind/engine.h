@@ -1,7 +1,8 @@
 // The engine's Python interface, and helpers that the binding files share.
 //
-// CPU tensors: a CpuEngine writes bytes to a SpillFile. Device tensors: a DeviceEngine, with pinned memory, and a spill
-// file below it. Streams are (device, handle), with the driver library's handle:
+// One kind of engine moves all tensors. `DeviceEngine.cuda`: to pinned memory, and to a spill file below it. Streams
+// are (device, handle), with the driver library's handle. `DeviceEngine.host`: tensors of the CPU to a spill file;
+// their device and stream are 0, and `put` copies before it returns.
 //
 //   ticket = engine.put(ptr, nbytes, device, stream, alias)    # a DeviceTicket, or why it stays: Kept
 //   if not ticket.use(device, other_stream):                   # the same storage is saved on another stream
@@ -27,8 +28,7 @@
 // interpreter exit. Calls that may wait release the GIL.
 //
 // Contract: each bind_* function adds its classes to the module. NOTE [References]: a KeepAlive of the engine is an
-// owned PyObject*. It is taken with the GIL held and dropped by `drop_references`, with the GIL held and no lock of the
-// engine.
+// owned PyObject*. It is taken and dropped with the GIL held, and no lock of the engine.
 // Thread rule: GIL held throughout.
 
 #pragma once
@@ -47,14 +47,6 @@ namespace py = pybind11;
 void bind_engine(py::module_& module);
 
 void bind_memory(py::module_& module);
-void bind_cpu(py::module_& module);
-
-// Drops what the engine released. Any Python code may run here.
-inline void drop_references(const Released& released) {
-  for (const KeepAlive keep : released) {
-    Py_DECREF(static_cast<PyObject*>(keep));
-  }
-}
 
 // An owned reference that is passed to the engine; dropped unless `commit` was called.
 class Reference {

@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/cpu_store.h"
 #include "bind/device_handles.h"
 #include "bind/engine.h"
 #include "bind/given.h"
@@ -17,6 +19,7 @@
 #include "engine/errors.h"
 #include "engine/memory/extents.h"
 #include "engine/protocol/device_engine.h"
+#include "engine/protocol/host_backend.h"
 
 namespace actckpt::python {
 namespace {
@@ -68,7 +71,7 @@ std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSetting
   const std::shared_ptr<cuda::CudaBackend> backend(new cuda::CudaBackend(driver.table),
                                                    [driver](cuda::CudaBackend* ended) { delete ended; });
   const auto weak = std::make_shared<std::weak_ptr<DeviceHandle>>();
-  auto handle = std::make_shared<DeviceHandle>(backend, settings, release,
+  auto handle = std::make_shared<DeviceHandle>(backend, backend.get(), settings, release,
                                                [weak, advance = driver.advance](DeviceEngine::Lock& lock) {
                                                  advance();
                                                  if (const auto waiting = weak->lock()) {
@@ -78,6 +81,21 @@ std::shared_ptr<DeviceHandle> make_over(const GivenDriver& driver, HandleSetting
                                                  }
                                                });
   *weak = handle;
+  return handle;
+}
+
+std::uint64_t checked_buffer(std::uint64_t bytes) {
+  if (bytes == 0 || bytes % kGranule != 0) {
+    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) + ", got " +
+                          std::to_string(bytes));
+  }
+  return bytes;
+}
+
+std::shared_ptr<DeviceHandle> registered(std::shared_ptr<DeviceHandle> handle) {
+  auto& all = handles();
+  all.erase(std::remove_if(all.begin(), all.end(), [](const auto& old) { return old.expired(); }), all.end());
+  all.push_back(handle);
   return handle;
 }
 
@@ -91,22 +109,34 @@ std::shared_ptr<DeviceHandle> open_cuda(std::uint64_t limit_bytes, std::optional
   if (num_workers < 1 && driver.is_none()) {
     throw py::value_error("num_workers must be at least 1, got " + std::to_string(num_workers));
   }
-  if (buffer_bytes == 0 || buffer_bytes % kGranule != 0) {
-    throw py::value_error("buffer_bytes must be a multiple of " + std::to_string(kGranule) + ", got " +
-                          std::to_string(buffer_bytes));
-  }
   HandleSettings settings;
   settings.library = library;
   settings.pool.limit_bytes = limit_bytes;
   settings.window_bytes = window_bytes.value_or(kFollowsSizes);
   settings.file = std::move(file);
   settings.bounce_bytes = bounce_bytes;
-  settings.buffer_bytes = buffer_bytes;
+  settings.buffer_bytes = checked_buffer(buffer_bytes);
   settings.num_workers = num_workers;
-  auto handle = driver.is_none() ? std::make_shared<DeviceHandle>(backend_over(library), settings, release)
-                                 : make_over(given<GivenDriver>(driver, kDriverCapsule), settings, release);
-  handles().push_back(handle);
-  return handle;
+  if (!driver.is_none()) {
+    return registered(make_over(given<GivenDriver>(driver, kDriverCapsule), settings, release));
+  }
+  const std::shared_ptr<cuda::CudaBackend> backend = backend_over(library);
+  return registered(std::make_shared<DeviceHandle>(backend, backend.get(), settings, release));
+}
+
+std::shared_ptr<DeviceHandle> open_host(std::shared_ptr<SpillFile> file, std::optional<std::uint64_t> window_bytes,
+                                        std::uint64_t bounce_bytes, std::uint64_t buffer_bytes, int num_workers) {
+  if (num_workers < 0) {
+    throw py::value_error("num_workers must not be negative, got " + std::to_string(num_workers));
+  }
+  HandleSettings settings;
+  settings.pool.limit_bytes = 0;
+  settings.window_bytes = window_bytes.value_or(kFollowsSizes);
+  settings.file = std::move(file);
+  settings.bounce_bytes = bounce_bytes;
+  settings.buffer_bytes = checked_buffer(buffer_bytes);
+  settings.num_workers = num_workers;
+  return registered(std::make_shared<DeviceHandle>(std::make_shared<HostBackend>(), nullptr, settings, py::none()));
 }
 
 void bind_kept(py::module_& module) {
@@ -175,6 +205,9 @@ void bind_device(py::module_& module) {
                   py::arg("release"), py::arg("library") = "", py::arg("spill_file") = nullptr,
                   py::arg("bounce_bytes") = 0, py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
                   py::arg("num_workers") = 2, py::arg("driver") = py::none())
+      .def_static("host", &open_host, py::kw_only(), py::arg("spill_file"), py::arg("window_bytes"),
+                  py::arg("bounce_bytes"), py::arg("buffer_bytes") = SpillSettings().buffer_bytes,
+                  py::arg("num_workers") = 2)
       .def("put", &DeviceHandle::put, py::arg("ptr"), py::arg("nbytes"), py::arg("device"), py::arg("stream"),
            py::arg("keep"), py::kw_only(), py::arg("must") = true)
       .def("poll", &DeviceHandle::poll)
@@ -182,11 +215,18 @@ void bind_device(py::module_& module) {
       .def_property_readonly("library", &DeviceHandle::library)
       .def("_work", &DeviceHandle::work, NoGil())
       .def("limit_window", &DeviceHandle::limit_window, py::arg("nbytes"), NoGil())
-      // Release the GIL: may wait for another thread's call, or unmap.
+      // Keeps the GIL: makes threads.
+      .def("start_workers", &DeviceHandle::start_workers)
+      // Release the GIL: may wait for another thread's call, or unmap; `flush` waits for workers.
+      .def("flush", &DeviceHandle::flush, NoGil())
       .def("shutdown", &DeviceHandle::close, NoGil())
       .def("trim", &DeviceHandle::trim, NoGil())
       .def("stats", &DeviceHandle::stats, NoGil())
       .def("pool_stats", &DeviceHandle::pool_stats, NoGil());
+
+  py::class_<CpuStore, Store, std::shared_ptr<CpuStore>>(module, "CpuStore")
+      .def(py::init<std::shared_ptr<DeviceHandle>>(), py::arg("engine"))
+      .def_property_readonly("engine", &CpuStore::engine);
 
   // Keeps the GIL. Empty if the driver can be opened, else why not.
   module.def(

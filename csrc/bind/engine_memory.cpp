@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,50 @@ struct DiskBlock {
   std::shared_ptr<SpillFile> file;
   SpillBlock block;
 };
+
+// The memory that a file reads or writes: the caller's where it is aligned and has room, else a copy.
+class AlignedBuffer {
+ public:
+  AlignedBuffer(std::uintptr_t address, std::size_t bytes) : data_(to_pointer(address)) {
+    if (bytes > 0 && (address % kGranule != 0 || bytes % kGranule != 0)) {
+      slab_.emplace(round_up(bytes, kGranule), nullptr);
+      data_ = slab_->data();
+    }
+  }
+  std::byte* data() const { return data_; }
+  bool is_copy() const { return slab_.has_value(); }
+
+ private:
+  std::byte* data_;
+  std::optional<Slab> slab_;
+};
+
+DiskBlock write(const std::shared_ptr<SpillFile>& file, std::uintptr_t ptr, std::size_t nbytes) {
+  std::optional<SpillBlock> block = file->try_reserve(nbytes);
+  if (!block.has_value()) {
+    const SpillStats stats = file->stats();
+    throw OffloadFullError("cannot spill " + format_bytes(nbytes) + " to '" + file->folder() + "': limit " +
+                           format_bytes(stats.limit_bytes) + ", in use " + format_bytes(stats.disk_bytes) +
+                           ". Raise disk_limit, or offload less.");
+  }
+  const AlignedBuffer buffer(ptr, nbytes);
+  if (buffer.is_copy()) {
+    std::memcpy(buffer.data(), to_pointer(ptr), nbytes);
+  }
+  file->write(&*block, buffer.data());
+  return {file, std::move(*block)};
+}
+
+void read(SpillFile& file, const DiskBlock& block, std::uintptr_t ptr) {
+  if (block.file.get() != &file) {
+    throw OffloadError("read: this block belongs to another spill file.");
+  }
+  const AlignedBuffer buffer(ptr, block.block.bytes());
+  file.read(block.block, buffer.data());
+  if (buffer.is_copy()) {
+    std::memcpy(to_pointer(ptr), buffer.data(), block.block.bytes());
+  }
+}
 
 void bind_pool(py::module_& module) {
   py::class_<PoolStats>(module, "PoolStats")
@@ -104,21 +149,8 @@ void bind_spill(py::module_& module) {
            py::arg("folder"), py::kw_only(), py::arg("limit_bytes") = UINT64_MAX, py::arg("direct") = true,
            py::arg("io") = py::none())
       // Release the GIL: block on the disk.
-      .def(
-          "write",
-          [](const std::shared_ptr<SpillFile>& self, std::uintptr_t ptr, std::size_t nbytes) {
-            return DiskBlock{self, self->write(to_pointer(ptr), nbytes)};
-          },
-          py::arg("ptr"), py::arg("nbytes"), NoGil())
-      .def(
-          "read",
-          [](SpillFile& self, const DiskBlock& block, std::uintptr_t ptr) {
-            if (block.file.get() != &self) {
-              throw OffloadError("read: this block belongs to another spill file.");
-            }
-            self.read(block.block, to_pointer(ptr));
-          },
-          py::arg("block"), py::arg("ptr"), NoGil())
+      .def("write", &write, py::arg("ptr"), py::arg("nbytes"), NoGil())
+      .def("read", &read, py::arg("block"), py::arg("ptr"), NoGil())
       .def("stats", &SpillFile::stats, NoGil())
       .def_property_readonly("direct", &SpillFile::direct)
       .def_property_readonly("folder", &SpillFile::folder);

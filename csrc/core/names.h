@@ -150,8 +150,9 @@ namespace actckpt {
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)     /* of a subclass with inner tensors */ \
   X(is_tracing) \
-  X(is_unshared)    /* (tensor) -> whether only this object refers to it and to its memory */ \
-  X(tell_of_writes) /* (CpuStats): warns of failed writes */ \
+  X(is_unshared)       /* (tensor) -> whether only this object refers to it and to its memory */ \
+  X(tell_of_writes)    /* (DeviceStats): warns of failed writes */ \
+  X(tell_of_full_file) /* (DeviceEngine, bytes that stay) */ \
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \

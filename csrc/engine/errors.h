@@ -35,12 +35,6 @@ class ForkedError : public OffloadError {
   using OffloadError::OffloadError;
 };
 
-// The memory of a tensor that was being offloaded was freed. Python sees an OffloadError.
-class SourceGoneError : public OffloadError {
- public:
-  using OffloadError::OffloadError;
-};
-
 // A device call failed; the message names the call and its code. Python sees an OffloadError.
 class DeviceError : public OffloadError {
  public:

@@ -204,7 +204,7 @@ class PythonStore:
         if isinstance(self.inner, DeviceStore):
             return self.inner.put(source, nbytes, must=must)
         address = source.storage.data_ptr() + source.start
-        ticket = self.inner.engine.put(address, nbytes, source, must=must)
+        ticket = self.inner.engine.put(address, nbytes, 0, 0, source, must=must)
         return None if isinstance(ticket, _C.Kept) else ticket
 
     @untraced
@@ -216,23 +216,21 @@ class PythonStore:
     def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
         if isinstance(self.inner, DeviceStore):
             return self._noted(self.inner.fetch(ticket, nbytes, device))
-        found = ticket.get()
-        while found is None:
-            buffer = self._buffer(nbytes, device)
-            found = ticket.load(buffer.storage.data_ptr(), buffer)
-        assert isinstance(found, _C.Bytes)
-        return found
+        while (found := ticket.get(0, 0)) is None:
+            self._load(ticket, nbytes, device, urgent=True)
+        assert isinstance(found[0], _C.Bytes)
+        return found[0]
 
     @untraced
     def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
         if isinstance(self.inner, DeviceStore):
             began = self.inner.prefetch(ticket, nbytes, device)
             return None if began is None else self._noted(began)
-        buffer = self._buffer(nbytes, device)
-        return buffer if ticket.prefetch(buffer.storage.data_ptr(), buffer) else None
+        return self._load(ticket, nbytes, device, urgent=False)
 
-    def _buffer(self, nbytes: int, device: torch.device) -> _C.Bytes:
-        return self._noted(_C.allocate_bytes(nbytes, device))
+    def _load(self, ticket: Any, nbytes: int, device: torch.device, *, urgent: bool) -> _C.Bytes | None:
+        buffer = self._noted(_C.allocate_bytes(nbytes, device))
+        return buffer if ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=urgent) else None
 
     def _noted(self, made: _C.Bytes) -> _C.Bytes:
         self.buffers.append(weakref.ref(made.storage))

@@ -64,13 +64,13 @@ def test_nothing_is_kept_where_there_is_room(tmp_path: Path) -> None:
 def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
     _use(CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
     _train()
-    assert _kept() == {"kept_full": 1, "failed_writes": 1}
+    assert _kept() == {"kept_full": 1}
     io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
     io.set(faults)
     _use(sim.disk_store(str(tmp_path), io))
     _train()
-    assert _kept() == {"kept_full": 4, "failed_writes": 4}, "those of the store before it still count"
+    assert _kept() == {"kept_full": 1, "failed_writes": 3}, "those of the store before it still count"
 
 
 def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
     io.set(faults)
     _use(sim.disk_store(str(tmp_path), io))
     _train()
-    assert _kept() == {"kept_failed": 3, "failed_writes": 3}
+    assert _kept() == {"failed_writes": 3}
 
 
 def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) ->
     _train()
     stores._stores.clear()
     gc.collect()
-    assert _kept() == {"kept_full": 3, "failed_writes": 3}
+    assert _kept() == {"kept_full": 3}
     actckpt.reset_stats()
     assert _kept() == {}
 
@@ -98,9 +98,9 @@ def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> 
     io.set(faults)
     store = PythonStore(sim.disk_store(str(tmp_path), io, window_bytes=PAGE))
     _use(store)
-    sources = [_C.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(3)]
+    sources = [_C.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(6)]
     tickets = [store.put(source, PAGE, must=False) for source in sources]
-    assert [ticket is None for ticket in tickets] == [False, True, True]
+    assert [ticket is None for ticket in tickets] == [False] * 4 + [True] * 2, "four bounce buffers"
     assert _kept() == {"kept_busy": 2}
     io.set(sim.Faults())
     store.inner.flush()
@@ -157,7 +157,7 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
     stores._stores.clear()
     count = counts._sums_of
 
-    def counted(found: _C.CpuStats | _C.DeviceStats) -> dict[str, float]:
+    def counted(found: _C.DeviceStats) -> dict[str, float]:
         held.clear()
         gc.collect()
         return count(found)

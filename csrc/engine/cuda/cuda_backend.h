@@ -47,8 +47,7 @@ class CudaBackend : public Backend, public SlabRegistrar {
   bool pin(void* ptr, std::size_t bytes) noexcept override;
   void unpin(void* ptr, std::size_t bytes) noexcept override;
 
-  // No driver call from now on.
-  void close() noexcept { closed_ = true; }
+  void close() noexcept override { closed_ = true; }
 
  private:
   struct EventStore {

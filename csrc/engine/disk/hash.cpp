@@ -1,7 +1,7 @@
 #include "engine/disk/hash.h"
 
-#include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 namespace actckpt {
 namespace {
@@ -32,50 +32,25 @@ T load(const unsigned char* bytes) {
 
 }  // namespace
 
-Hash64::Hash64(std::uint64_t seed)
-    : lanes_{seed + kPrime1 + kPrime2, seed + kPrime2, seed, seed - kPrime1}, seed_(seed) {}
-
-void Hash64::update(const void* data, std::size_t bytes) {
-  if (bytes == 0) {
-    return;
-  }
+std::uint64_t hash64(const void* data, std::size_t bytes) {
+  constexpr std::size_t kStripe = 32;
   const auto* in = static_cast<const unsigned char*>(data);
-  const std::size_t held = total_bytes_ % kStripe;
-  total_bytes_ += bytes;
-  if (held > 0) {
-    const std::size_t fill = std::min(kStripe - held, bytes);
-    std::memcpy(pending_ + held, in, fill);
-    in += fill;
-    bytes -= fill;
-    if (held + fill < kStripe) {
-      return;
+  std::size_t left = bytes;
+  std::uint64_t hash = kPrime5;
+  if (left >= kStripe) {
+    std::uint64_t a = kPrime1 + kPrime2, b = kPrime2, c = 0, d = 0 - kPrime1;
+    for (; left >= kStripe; left -= kStripe, in += kStripe) {
+      a = round(a, load<std::uint64_t>(in));
+      b = round(b, load<std::uint64_t>(in + 8));
+      c = round(c, load<std::uint64_t>(in + 16));
+      d = round(d, load<std::uint64_t>(in + 24));
     }
-    for (int i = 0; i < 4; ++i) {
-      lanes_[i] = round(lanes_[i], load<std::uint64_t>(pending_ + 8 * i));
-    }
-  }
-  std::uint64_t a = lanes_[0], b = lanes_[1], c = lanes_[2], d = lanes_[3];
-  for (; bytes >= kStripe; bytes -= kStripe, in += kStripe) {
-    a = round(a, load<std::uint64_t>(in));
-    b = round(b, load<std::uint64_t>(in + 8));
-    c = round(c, load<std::uint64_t>(in + 16));
-    d = round(d, load<std::uint64_t>(in + 24));
-  }
-  lanes_[0] = a, lanes_[1] = b, lanes_[2] = c, lanes_[3] = d;
-  std::memcpy(pending_, in, bytes);
-}
-
-std::uint64_t Hash64::digest() const {
-  std::uint64_t hash = seed_ + kPrime5;
-  if (total_bytes_ >= kStripe) {
-    hash = rotate(lanes_[0], 1) + rotate(lanes_[1], 7) + rotate(lanes_[2], 12) + rotate(lanes_[3], 18);
-    for (const std::uint64_t lane : lanes_) {
+    hash = rotate(a, 1) + rotate(b, 7) + rotate(c, 12) + rotate(d, 18);
+    for (const std::uint64_t lane : {a, b, c, d}) {
       hash = merge(hash, lane);
     }
   }
-  hash += total_bytes_;
-  const unsigned char* in = pending_;
-  std::size_t left = total_bytes_ % kStripe;
+  hash += bytes;
   for (; left >= 8; left -= 8, in += 8) {
     hash = rotate(hash ^ round(0, load<std::uint64_t>(in)), 27) * kPrime1 + kPrime4;
   }
@@ -89,12 +64,6 @@ std::uint64_t Hash64::digest() const {
   hash = (hash ^ (hash >> 33)) * kPrime2;
   hash = (hash ^ (hash >> 29)) * kPrime3;
   return hash ^ (hash >> 32);
-}
-
-std::uint64_t hash64(const void* data, std::size_t bytes) {
-  Hash64 hash;
-  hash.update(data, bytes);
-  return hash.digest();
 }
 
 }  // namespace actckpt

@@ -13,25 +13,10 @@
 #include "engine/disk/hash.h"
 #include "engine/disk/open_spill.h"
 #include "engine/errors.h"
-#include "engine/memory/foreign.h"
+#include "engine/memory/slab.h"
 
 namespace actckpt {
 namespace {
-
-// Small enough to stay in the cache between copying and hashing.
-constexpr std::size_t kHashStep = std::size_t{128} << 10;
-
-void copy_own(std::byte* dst, const std::byte* src, std::size_t bytes) { std::memcpy(dst, src, bytes); }
-
-// dst[:bytes] = src[:bytes], hashed on the way.
-void copy_and_hash(void (*copy)(std::byte*, const std::byte*, std::size_t), std::byte* dst, const std::byte* src,
-                   std::size_t bytes, Hash64* hash, const std::byte* hashed) {
-  for (std::size_t done = 0; done < bytes; done += kHashStep) {
-    const std::size_t step = std::min(kHashStep, bytes - done);
-    copy(dst + done, src + done, step);
-    hash->update(hashed + done, step);
-  }
-}
 
 std::string format_hex(std::uint64_t value) {
   static constexpr char kDigits[] = "0123456789abcdef";
@@ -71,9 +56,7 @@ void SpillBlock::reset() noexcept {
 }
 
 SpillFile::SpillFile(const SpillConfig& config, std::shared_ptr<FileIo> io)
-    : config_(config),
-      io_(io != nullptr ? std::move(io) : std::make_shared<SystemFileIo>()),
-      ring_(config.num_buffers, config.buffer_bytes) {
+    : config_(config), io_(io != nullptr ? std::move(io) : std::make_shared<SystemFileIo>()) {
   const OpenedSpill opened = open_spill(config.folder, config.direct);
   fd_ = opened.fd;
   direct_ = opened.direct;
@@ -87,8 +70,7 @@ SpillFile::SpillFile(const SpillConfig& config, std::shared_ptr<FileIo> io)
 SpillFile::~SpillFile() noexcept { close(fd_); }
 
 bool SpillFile::probe_direct() {
-  const BounceRing::Lease buffer = ring_.lease();
-  std::memset(buffer.data(), 0, kGranule);
+  const Slab buffer(kGranule, nullptr);
   const bool writes = pwrite(fd_, buffer.data(), kGranule, 0) == static_cast<ssize_t>(kGranule);
   return (writes && pread(fd_, buffer.data(), kGranule, 0) == static_cast<ssize_t>(kGranule)) || errno == ENOSPC;
 }
@@ -127,41 +109,14 @@ void SpillFile::give(const std::vector<Extent>& extents) noexcept {
   --stats_.num_blocks;
 }
 
-SpillBlock SpillFile::write(const std::byte* src, std::size_t bytes) {
-  std::optional<SpillBlock> block = try_reserve(bytes);
-  if (!block.has_value()) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    ++stats_.num_failed_writes;
-    throw OffloadFullError("cannot spill " + format_bytes(bytes) + " to '" + config_.folder + "': limit " +
-                           format_bytes(config_.limit_bytes) + ", in use " + format_bytes(stats_.disk_bytes) +
-                           ". Raise disk_limit, or offload less.");
-  }
-  write_with(copy_foreign, &*block, src);
-  return std::move(*block);
-}
-
-void SpillFile::write_into(SpillBlock* block, const std::byte* src) { write_with(copy_own, block, src); }
-
-void SpillFile::write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block,
-                           const std::byte* src) {
+void SpillFile::write(SpillBlock* block, std::byte* buffer) {
   fork_guard_.check("spill file");
-  Hash64 hash;
-  if (block->bytes_ > 0) {
-    const BounceRing::Lease buffer = ring_.lease();
-    std::size_t left = block->bytes_;
-    for (const Extent& extent : block->extents_) {
-      for (std::uint64_t done = 0; done < extent.bytes; done += buffer.bytes()) {
-        const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
-        const std::size_t step = std::min(space, left);
-        copy_and_hash(copy, buffer.data(), src, step, &hash, buffer.data());
-        std::memset(buffer.data() + step, 0, space - step);
-        write_fully(buffer.data(), space, extent.start + done);
-        src += step;
-        left -= step;
-      }
-    }
+  block->checksum_ = hash64(buffer, block->bytes_);
+  std::memset(buffer + block->bytes_, 0, round_up(block->bytes_, kGranule) - block->bytes_);
+  for (const Extent& extent : block->extents_) {
+    write_fully(buffer, extent.bytes, extent.start);
+    buffer += extent.bytes;
   }
-  block->checksum_ = hash.digest();
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.written_bytes += block->bytes_;
 }
@@ -195,26 +150,17 @@ void SpillFile::write_fully(const std::byte* data, std::size_t bytes, std::uint6
   }
 }
 
-void SpillFile::read(const SpillBlock& block, std::byte* dst) {
+void SpillFile::read(const SpillBlock& block, std::byte* buffer) {
   fork_guard_.check("spill file");
-  Hash64 hash;
-  if (block.bytes_ > 0) {
-    const BounceRing::Lease buffer = ring_.lease();
-    std::size_t left = block.bytes_;
-    for (const Extent& extent : block.extents_) {
-      for (std::uint64_t done = 0; done < extent.bytes; done += buffer.bytes()) {
-        const std::size_t space = std::min<std::uint64_t>(buffer.bytes(), extent.bytes - done);
-        const std::size_t step = std::min(space, left);
-        read_fully(buffer.data(), space, extent.start + done);
-        copy_and_hash(copy_own, dst, buffer.data(), step, &hash, buffer.data());
-        dst += step;
-        left -= step;
-      }
-    }
+  std::byte* next = buffer;
+  for (const Extent& extent : block.extents_) {
+    read_fully(next, extent.bytes, extent.start);
+    next += extent.bytes;
   }
-  if (hash.digest() != block.checksum_) {
+  const std::uint64_t checksum = hash64(buffer, block.bytes_);
+  if (checksum != block.checksum_) {
     fail_read(block.extents_.empty() ? 0 : block.extents_.front().start, block.bytes_,
-              "gave checksum " + format_hex(hash.digest()) + ", written was " + format_hex(block.checksum_));
+              "gave checksum " + format_hex(checksum) + ", written was " + format_hex(block.checksum_));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
   stats_.read_bytes += block.bytes_;

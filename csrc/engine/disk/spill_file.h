@@ -2,18 +2,15 @@
 //
 // Contract:
 //  - The file has no name once opened; its space returns to the system when the process ends, in whatever way.
-//  - Direct I/O if the file system supports it, else buffered I/O; always through aligned bounce buffers, so callers'
-//    pointers need no alignment. Short writes and reads are continued.
-//  - `write` returns only when every byte was written. On failure it throws OffloadError, frees the space and leaves
-//    the
-//    caller's bytes alone. SourceGoneError: they were unmapped.
+//  - Direct I/O if the file system supports it, else buffered I/O. Buffers start at a multiple of kGranule and have
+//  room
+//    for their bytes rounded up to it. Short writes and reads are continued.
+//  - `write` returns only when every byte was written, else it throws OffloadError. It sets the rounding to zero.
 //  - `read` returns only bytes whose checksum equals the one taken while writing, else it throws OffloadReadError with
-//    folder,
-//    offset and both numbers; `dst` then holds garbage.
+//    folder, offset and both numbers; the buffer then holds garbage.
 //  - Freed space is reused before the file grows; space in use never exceeds the limit.
 // Thread rule: any thread; write and read block on the disk. Giving a block back takes a leaf lock
-// and makes no system call. Ownership: owns descriptor and buffers; a SpillBlock must not outlive
-// its file.
+// and makes no system call. Ownership: owns the descriptor; a SpillBlock must not outlive its file.
 
 #pragma once
 
@@ -25,7 +22,6 @@
 #include <string>
 #include <vector>
 
-#include "engine/disk/bounce.h"
 #include "engine/disk/file_io.h"
 #include "engine/fork_guard.h"
 #include "engine/memory/extents.h"
@@ -35,9 +31,7 @@ namespace actckpt {
 struct SpillConfig {
   std::string folder;
   std::uint64_t limit_bytes = UINT64_MAX;
-  bool direct = true;                               // false: never request direct I/O
-  std::size_t buffer_bytes = std::size_t{4} << 20;  // a multiple of 2 MiB
-  int num_buffers = 4;
+  bool direct = true;  // false: never request direct I/O
 };
 
 struct SpillStats {
@@ -84,13 +78,11 @@ class SpillFile {
   SpillFile(const SpillFile&) = delete;
   SpillFile& operator=(const SpillFile&) = delete;
 
-  SpillBlock write(const std::byte* src, std::size_t bytes);
-
-  // In two steps, for memory that stays: first space (empty if the limit refuses; that is no failed write), then bytes.
+  // Empty if the limit refuses.
   std::optional<SpillBlock> try_reserve(std::size_t bytes);
-  void write_into(SpillBlock* block, const std::byte* src);
 
-  void read(const SpillBlock& block, std::byte* dst);
+  void write(SpillBlock* block, std::byte* buffer);
+  void read(const SpillBlock& block, std::byte* buffer);
 
   SpillStats stats() const;
   bool direct() const { return direct_; }
@@ -99,7 +91,6 @@ class SpillFile {
  private:
   friend class SpillBlock;
   void give(const std::vector<Extent>& extents) noexcept;
-  void write_with(void (*copy)(std::byte*, const std::byte*, std::size_t), SpillBlock* block, const std::byte* src);
   void write_fully(const std::byte* data, std::size_t bytes, std::uint64_t offset);
   void read_fully(std::byte* data, std::size_t bytes, std::uint64_t offset);
   bool probe_direct();
@@ -110,7 +101,6 @@ class SpillFile {
   const ForkGuard fork_guard_;
   int fd_ = -1;
   bool direct_ = false;
-  BounceRing ring_;
   mutable std::mutex mutex_;  // leaf; guards what follows
   Extents extents_;
   SpillStats stats_;

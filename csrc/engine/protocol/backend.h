@@ -51,6 +51,9 @@ class Backend {
   virtual void copy_out(Stream stream, const Segment& host, std::uintptr_t src) = 0;
   virtual void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) = 0;
 
+  // No call of the device from now on: each throws.
+  virtual void close() noexcept {}
+
   // For statistics only: an event with a time, null if the device has none; and the time between two that have passed.
   virtual EventPtr record_timed(Stream stream) {
     (void)stream;

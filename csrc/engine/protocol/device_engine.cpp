@@ -14,6 +14,7 @@ DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Poo
       config_(config),
       pause_(std::move(pause)),
       wake_(std::move(below.wake)),
+      help_(std::move(below.help)),
       slots_(std::move(pool), backend_.get(), config.rules),
       spills_(backend_.get(), config.spill, config.rules, std::move(below.tier), below.registrar),
       window_(config.window_bytes) {}
@@ -176,7 +177,12 @@ void DeviceEngine::pause(Lock& lock) {
   if (pause_ != nullptr) {
     pause_(lock);
   } else {
-    moved_.wait_for(lock, std::chrono::microseconds(200));
+    lock.unlock();
+    const bool has_helped = help_ != nullptr && help_();
+    lock.lock();
+    if (!has_helped) {
+      moved_.wait_for(lock, std::chrono::microseconds(200));
+    }
   }
   check_working("wait");
 }

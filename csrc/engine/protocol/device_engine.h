@@ -3,8 +3,8 @@
 // Contract: put, get, load, drop are the lines of README.md here; comments cite them. D, H and U
 // are the device's write-out, load and urgent-load streams, S the stream that is current in the
 // calling thread. Pinned memory comes first; where it is full, the tier below it.
-// Only three calls wait for the device or a worker: `put` with `must`, if bounce buffers are short, `wait` (both are
-// counted), and `finish`.
+// Only four calls wait for the device or a worker: `put` with `must`, if bounce buffers are short, `wait` (both are
+// counted), `flush` and `finish`.
 //  - The caller allocates destinations and does what only the framework can: for each Release it
 //    calls record_stream(use) on the object for every use and then drops it; for a Got with
 //    `record_stream`, it calls record_stream(S) on the object before using it.
@@ -103,6 +103,7 @@ struct Below {
   std::shared_ptr<Tier> tier;          // null: nothing
   SlabRegistrar* registrar = nullptr;  // pins bounce buffers; must outlive the engine
   std::function<void()> wake;          // a copy is pending: call `advance` until it returns false
+  std::function<bool()> help;          // runs a copy of a worker in this thread; false: there is none
 };
 
 struct DeviceStats {
@@ -138,8 +139,8 @@ struct DeviceStats {
 class DeviceEngine {
  public:
   using Lock = std::unique_lock<std::mutex>;
-  // How a caller waits: returns soon, whether or not anything changed. Null: sleeps until a worker has made progress.
-  // Tests drive a simulated machine here.
+  // How a caller waits: returns soon, whether or not anything changed. Null: helps, else sleeps until a worker has made
+  // progress. Tests drive a simulated machine here.
   using Pause = std::function<void(Lock&)>;
 
   DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
@@ -174,6 +175,9 @@ class DeviceEngine {
   // Releases sources and destinations of finished copies.
   void poll(Releases* releases);
 
+  // Waits until no bounce buffer is being written to the tier.
+  void flush();
+
   // Continues what workers have finished; true while any copy is pending. Called by workers.
   bool advance() noexcept;
 
@@ -191,6 +195,9 @@ class DeviceEngine {
   void limit_window(std::uint64_t bytes);
 
   DeviceStats stats();
+
+  // A number that changes with every failed write to the tier; no lock.
+  std::uint64_t num_failed_writes() const { return spills_.num_failed_drains(); }
 
  private:
   struct Grave {
@@ -235,6 +242,7 @@ class DeviceEngine {
   const DeviceConfig config_;
   const Pause pause_;
   const std::function<void()> wake_;
+  const std::function<bool()> help_;
   const ForkGuard fork_guard_;
 
   std::mutex calls_;  // serialises the protocol; held across device calls, never across Python

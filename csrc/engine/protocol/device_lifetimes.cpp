@@ -226,6 +226,18 @@ void DeviceEngine::settle_device(int device, Fly* fly, Releases* releases) {
   }
 }
 
+void DeviceEngine::flush() {
+  fork_guard_.check("flush");
+  Lock lock(calls_);
+  try {
+    while (!failed_ && spills_.advance() && spills_.is_writing()) {
+      pause(lock);
+    }
+  } catch (const DeviceError& error) {
+    fail("flush", error);
+  }
+}
+
 bool DeviceEngine::advance() noexcept {
   const Lock lock(calls_);
   if (failed_) {

@@ -63,6 +63,12 @@ std::byte* Ring::take_passed(Backend* backend) {
   return nullptr;
 }
 
-void Ring::give(std::byte* buffer, Fences fences) { free_.push_back({buffer, std::move(fences)}); }
+void Ring::give(std::byte* buffer, Fences fences) {
+  if (fences.empty()) {
+    free_.push_front({buffer, {}});  // used again first: others stay untouched
+  } else {
+    free_.push_back({buffer, std::move(fences)});
+  }
+}
 
 }  // namespace actckpt

@@ -168,7 +168,7 @@ void Spills::end_drain(const PiecePtr& piece) {
   const HaulError error = piece->drain->error();
   piece->drain = nullptr;
   if (error) {
-    ++counts_.num_failed_drains;
+    num_failed_drains_ = ++counts_.num_failed_drains;
     counts_.num_full_drains += error.kind == HaulError::kFull ? 1 : 0;
     counts_.last_error = error.message;
     if (!piece->is_dropped && rules_.failed_drain_keeps_bytes) {

@@ -14,6 +14,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -110,6 +111,7 @@ class Spills {
 
   std::uint64_t pinned_bytes() const { return out_ring_.mapped_bytes() + in_ring_.mapped_bytes(); }
   const SpillCounts& counts() const { return counts_; }
+  std::uint64_t num_failed_drains() const { return num_failed_drains_; }  // any thread
 
  private:
   struct Fetch {
@@ -141,6 +143,7 @@ class Spills {
   std::deque<Fetch> fetches_;
   std::list<Fetch> fetching_;
   SpillCounts counts_;
+  std::atomic<std::uint64_t> num_failed_drains_{0};  // as in counts_
 };
 
 }  // namespace actckpt

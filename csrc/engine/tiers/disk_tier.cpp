@@ -53,7 +53,7 @@ PlacePtr DiskTier::reserve(std::size_t bytes) {
 HaulPtr DiskTier::drain(const PlacePtr& place, std::byte* bounce) {
   auto own = std::static_pointer_cast<SpilledPlace>(place);
   return WorkerHaul::begin(workers_.get(), false,
-                           [own = std::move(own), bounce] { own->file->write_into(&own->block, bounce); });
+                           [own = std::move(own), bounce] { own->file->write(&own->block, bounce); });
 }
 
 HaulPtr DiskTier::fill(const PlacePtr& place, std::byte* bounce, bool urgent) {

@@ -17,8 +17,8 @@ constexpr std::chrono::microseconds kLongestPause{500};
 
 }  // namespace
 
-std::shared_ptr<Workers> Workers::make(int num_threads, IfRefused if_refused) {
-  return std::shared_ptr<Workers>(new Workers(num_threads, if_refused), [](Workers* workers) {
+std::shared_ptr<Workers> Workers::make(int num_threads) {
+  return std::shared_ptr<Workers>(new Workers(num_threads), [](Workers* workers) {
     if (!workers->fork_guard_.forked()) {
       delete workers;
     }
@@ -35,17 +35,6 @@ void Workers::start(const Lock&) {
   }
 }
 
-void Workers::start_or_throw(const Lock& lock) {
-  start(lock);
-  if (refusal_ != 0 && threads_.empty() && if_refused_ == IfRefused::kThrow) {
-    const int refusal = std::exchange(refusal_, 0);  // the next call tries again
-    throw OffloadError("No thread can be made to copy between host memory and disk, of " +
-                       std::to_string(num_threads_) +
-                       " that configure(num_workers=...) asks for: " + format_errno(refusal) +
-                       ". Raise the limit of threads (ulimit -u, pids.max of the cgroup) or of memory (ulimit -v).");
-  }
-}
-
 int Workers::start_all(std::string* why) {
   const Lock lock(mutex_);
   start(lock);
@@ -53,46 +42,29 @@ int Workers::start_all(std::string* why) {
   return static_cast<int>(threads_.size());
 }
 
-Workers::JobId Workers::submit(Job job, bool urgent, bool wakes) {
+void Workers::submit(Job job, bool urgent) {
   const Lock lock(mutex_);
-  start_or_throw(lock);
-  (urgent ? urgent_ : jobs_).emplace(++last_id_, std::move(job));
-  if (wakes) {
-    changed_.notify_one();
-  }
-  return last_id_;
+  start(lock);
+  (urgent ? urgent_ : jobs_).push_back(std::move(job));
+  changed_.notify_one();
 }
 
 void Workers::wake() {
   const Lock lock(mutex_);
-  start_or_throw(lock);
+  start(lock);
   if (!std::exchange(is_awake_, true)) {
     changed_.notify_one();
   }
 }
 
-Workers::Job Workers::take(JobId id) {
-  const Lock lock(mutex_);
-  for (Jobs* const jobs : {&urgent_, &jobs_}) {
-    if (auto entry = jobs->extract(id)) {
-      return std::move(entry.mapped());
-    }
-  }
-  return nullptr;
-}
-
-std::size_t Workers::num_queued() {
-  const Lock lock(mutex_);
-  return urgent_.size() + jobs_.size();
-}
-
 Workers::Job Workers::take_job() {
-  for (Jobs* const jobs : {&urgent_, &jobs_}) {
-    if (!jobs->empty()) {
-      return std::move(jobs->extract(jobs->begin()).mapped());
-    }
+  std::deque<Job>& jobs = urgent_.empty() ? jobs_ : urgent_;
+  if (jobs.empty()) {
+    return nullptr;
   }
-  return nullptr;
+  Job job = std::move(jobs.front());
+  jobs.pop_front();
+  return job;
 }
 
 bool Workers::run_one() {

@@ -28,7 +28,6 @@ from offload_oracle import free_and_fill, free_memory
 from oracle import FailsInBackward, leaf
 
 import actckpt
-from actckpt.errors import SavedTensorChangedError
 
 #: More than a bounce buffer: a part of it is read only once the first write goes on.
 ROWS = 3 << 20
@@ -109,30 +108,30 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_memory_freed_that_could_not_be_moved_raises(tmp_path: Path, num_workers: int) -> None:
+def test_memory_freed_whose_write_failed_gives_what_was_saved(tmp_path: Path, num_workers: int) -> None:
     x = leaf(1024)
     with faulty_store(tmp_path, num_workers=num_workers) as io:
         io.set(faults(fail_write_at=0, write_errno=errno.EIO))
         h = x * 1.5
+        expected = h.detach().cos() * 1.5
         with actckpt.offload(min_bytes=0):
             y = h.sin()
+        flush()
         free_memory(h)
-        with pytest.raises(SavedTensorChangedError, match=r"(?s)\(1024,\).*0 bytes; saved were 4096"):
-            torch.autograd.grad(y.sum(), x)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
 
 
-def test_a_tensor_in_two_spans_raises_where_the_memory_of_one_was_made_smaller(tmp_path: Path) -> None:
-    """Neither could be moved; what is left of the first is large enough for the second tensor, but is not its bytes."""
+def test_a_tensor_in_two_spans_whose_writes_failed_gives_what_was_saved(tmp_path: Path) -> None:
     with faulty_store(tmp_path) as io:
         io.set(faults(fail_write_at=0, write_errno=errno.EIO))
         h = leaf(1000) * 1.5
+        expected = h[:300].detach().clone(), h[200:400].detach().clone()
         with actckpt.offload(min_bytes=0):
-            first, second = h[:300].sin(), h[200:400].sin()
+            outputs = h[:300].sin(), h[200:400].sin()
         flush()
         h.untyped_storage().resize_(1000)
-        for y in (first, second):
-            with pytest.raises(SavedTensorChangedError, match="1000 bytes; saved were 1200"):
-                assert y.grad_fn._saved_self is None
+        for y, saved in zip(outputs, expected, strict=True):
+            assert torch.equal(y.grad_fn._saved_self, saved)
 
 
 def test_what_was_brought_back_may_be_freed_by_its_reader(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ UNSEEN = {
     "Swap": "lives as long as a block",
     "OffloadSession": "holds a store, a meter and numbers",
     **dict.fromkeys(
-        ["Bytes", "CpuEngine", "CpuStore", "CpuTicket", "DeviceTicket", "NativeStore"],
+        ["Bytes", "CpuStore", "DeviceTicket", "NativeStore"],
         "holds memory",
     ),
     "DeviceEngine": "holds memory, and a function that tells the allocator of its uses",
     **dict.fromkeys(
-        ["CpuStats", "DeviceStats", "PoolStats", "SpillStats", "Pool", "PoolBlock", "SpillBlock", "SpillFile"],
+        ["DeviceStats", "PoolStats", "SpillStats", "Pool", "PoolBlock", "SpillBlock", "SpillFile"],
         "holds memory, files and numbers",
     ),
     **dict.fromkeys(["Kept", "LastMoved", "Timing"], "holds numbers"),

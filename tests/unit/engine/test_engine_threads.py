@@ -46,7 +46,7 @@ def _run(script: str, num_threads: int) -> subprocess.CompletedProcess[str]:
     ("num_threads", "words"),
     [
         (0, "Only 0 of 2 threads to copy to the spill file could be made: Resource temporarily unavailable (errno 11). "
-         "Callers copy, once max_inflight bytes wait. Raise the limit of threads"),
+         "Callers copy, once bounce buffers are full. Raise the limit of threads"),
         (1, "Only 1 of 2 threads to copy to the spill file could be made: Resource temporarily unavailable (errno 11). "
          "They copy all. Raise the limit of threads"),
     ],

@@ -1,16 +1,16 @@
-// The engine without Python, for the sanitizers: threads over pool, spill file and tickets, random
-// programs through the event protocol. Usage: engine_tests FOLDER [SEEDS]
+// The engine without Python, for the sanitizers: threads over pool, spill file and tiers, random programs through the
+// event protocol. Usage: engine_tests FOLDER [SEEDS]
 
 #include <atomic>
 #include <cstring>
-#include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
-#include "engine/cpu/cpu_engine.h"
+#include "engine/disk/spill_file.h"
 #include "engine/errors.h"
 #include "engine/memory/pool.h"
 #include "sim/run.h"
@@ -71,148 +71,16 @@ void test_threads_share_a_spill_file(const std::string& folder) {
     std::mt19937_64 rng(static_cast<std::uint64_t>(seed));
     for (int i = 0; i < 10; ++i) {
       const Bytes data = random_bytes(&rng, 1 + rng() % 200'000);
-      const SpillBlock block = file.write(data.data(), data.size());
-      Bytes back(data.size());
-      file.read(block, back.data());
-      CHECK(back == data);
+      std::optional<SpillBlock> block = file.try_reserve(data.size());
+      const Slab buffer(round_up(data.size(), kGranule), nullptr);
+      std::memcpy(buffer.data(), data.data(), data.size());
+      file.write(&*block, buffer.data());
+      std::memset(buffer.data(), 0, data.size());
+      file.read(*block, buffer.data());
+      CHECK(std::memcmp(buffer.data(), data.data(), data.size()) == 0);
     }
   });
   CHECK(file.stats().disk_bytes == 0);
-}
-
-// A tensor of the test: the engine's reference is a shared pointer on the heap.
-using Owner = std::shared_ptr<Bytes>;
-
-void drop_all(Released* released) {
-  for (const KeepAlive keep : *released) {
-    delete static_cast<Owner*>(keep);
-  }
-  released->clear();
-}
-
-class TicketUser {
- public:
-  TicketUser(CpuEngine* engine, std::uint64_t seed) : engine_(engine), rng_(seed) {}
-
-  void run(int num_steps) {
-    for (int i = 0; i < num_steps; ++i) {
-      step();
-    }
-    for (const Live& live : live_) {
-      engine_->drop(live.ticket, &released_);
-    }
-    drop_all(&released_);
-  }
-
- private:
-  struct Live {
-    CpuTicketPtr ticket;
-    Bytes expected;
-  };
-
-  void put() {
-    const auto owner = std::make_shared<Bytes>(random_bytes(&rng_, 1 + rng_() % 50'000));
-    Bytes expected = *owner;
-    auto* const keep = new Owner(owner);
-    CpuTicketPtr ticket;
-    while ((ticket = engine_->try_put(owner->data(), owner->size(), keep, true, &released_)) == nullptr) {
-      engine_->make_room(owner->size());
-    }
-    live_.push_back({std::move(ticket), std::move(expected)});
-  }
-
-  void load(const Live& live, bool here) {
-    const auto owner = std::make_shared<Bytes>(live.expected.size());
-    auto* const keep = new Owner(owner);
-    if (!engine_->load(live.ticket, owner->data(), keep, here, &released_)) {
-      delete keep;
-    }
-  }
-
-  void get(const Live& live) {
-    Lookup found = engine_->look(live.ticket, &released_);
-    while (found.found == Found::kBusy || found.found == Found::kNothing) {
-      if (found.found == Found::kBusy) {
-        engine_->wait(live.ticket);
-      } else {
-        load(live, true);
-      }
-      found = engine_->look(live.ticket, &released_);
-    }
-    CHECK(**static_cast<Owner*>(found.keep) == live.expected);
-  }
-
-  void step() {
-    const std::uint64_t choice = rng_() % 10;
-    if (live_.empty() || choice < 4) {
-      put();
-    } else {
-      const std::size_t i = rng_() % live_.size();
-      if (choice < 6) {
-        load(live_[i], false);
-      } else if (choice < 8) {
-        get(live_[i]);
-      } else if (choice < 9) {
-        engine_->unload(live_[i].ticket, &released_);
-      } else {
-        engine_->drop(live_[i].ticket, &released_);
-        live_.erase(live_.begin() + static_cast<std::ptrdiff_t>(i));
-      }
-    }
-    mine_.insert(mine_.end(), released_.begin(), released_.end());
-    released_.clear();
-    if (mine_.size() > 8) {
-      drop_all(&mine_);
-    }
-  }
-
- public:
-  ~TicketUser() { drop_all(&mine_); }
-
- private:
-  CpuEngine* const engine_;
-  std::mt19937_64 rng_;
-  std::vector<Live> live_;
-  Released released_;
-  Released mine_;
-};
-
-std::shared_ptr<SpillFile> spill_file(const std::string& folder) {
-  SpillConfig config;
-  config.folder = folder;
-  return std::make_shared<SpillFile>(config);
-}
-
-void test_threads_share_an_engine(const std::string& folder, int num_workers) {
-  const std::shared_ptr<SpillFile> file = spill_file(folder);
-  const auto engine = CpuEngine::make(file, CpuConfig{num_workers, 200'000});
-  // References cross threads: each thread drops what its calls were handed.
-  in_threads(4, [&](int seed) { TicketUser(engine.get(), static_cast<std::uint64_t>(seed)).run(150); });
-  engine->flush();
-  Released released;
-  engine->shutdown();
-  engine->collect(&released);
-  drop_all(&released);
-  CHECK(engine->stats().num_live == 0);
-  CHECK(engine->stats().num_queued == 0);
-  CHECK(engine->stats().stored_bytes == 0);
-  CHECK(engine->stats().graveyard_bytes == 0);
-  CHECK(file->stats().disk_bytes == 0);
-}
-
-void test_shutdown_during_copies(const std::string& folder) {
-  const auto engine = CpuEngine::make(spill_file(folder), CpuConfig());
-  Released released;
-  std::vector<CpuTicketPtr> tickets;
-  for (int i = 0; i < 20; ++i) {
-    auto* const keep = new Owner(std::make_shared<Bytes>(100'000));
-    tickets.push_back(engine->try_put((*keep)->data(), 100'000, keep, true, &released));
-  }
-  engine->shutdown();
-  for (const CpuTicketPtr& ticket : tickets) {
-    engine->drop(ticket, &released);
-  }
-  drop_all(&released);
 }
 
 void test_random_programs(std::uint64_t num_seeds) {
@@ -233,9 +101,6 @@ int main(int argc, char** argv) {
   const std::string folder = argc > 1 ? argv[1] : ".";
   test_threads_share_a_pool();
   test_threads_share_a_spill_file(folder);
-  test_threads_share_an_engine(folder, 2);
-  test_threads_share_an_engine(folder, 0);
-  test_shutdown_during_copies(folder);
   test_threads_share_tiers(folder);
   test_threads_over_a_failing_disk(folder);
   test_close_during_copies(folder);
