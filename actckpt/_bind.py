@@ -11,7 +11,7 @@ import torch
 from actckpt import _C
 from actckpt._core import devices, extensions, messages, modes, random_state, rescue, sites, state, torch_private
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
-from actckpt._offload import notices, owned_memory, reading, session, sources, stores
+from actckpt._offload import notices, owned_memory, reading, session, stores
 from actckpt._replay import (
     active_region,
     aliases,
@@ -93,7 +93,6 @@ NAMES: dict[str, Any] = {
     "script_failure": torch_private.SCRIPT_FAILURE,
     # Offload hooks.
     "store_for": stores.store_for,
-    "guard": sources.guard,
     "is_owned": owned_memory.is_owned,
     "must_stay": extensions.must_stay,
     "pack_parts": session.pack_parts,
@@ -104,6 +103,7 @@ NAMES: dict[str, Any] = {
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
     "freed_error": session.freed_error,
+    "replaced_error": session.replaced_error,
     "filled_late_error": session.filled_late_error,
     "empty": torch.empty,
     "strided": torch.strided,

@@ -3,7 +3,7 @@
 import torch
 
 from actckpt import _C, config
-from actckpt._offload import counts, limits, notices
+from actckpt._offload import counts, limits, notices, sources
 from actckpt._offload.spill import spill_file
 
 __all__ = ["CpuStore"]
@@ -21,6 +21,7 @@ class CpuStore(_C.CpuStore):
     def __init__(self, engine: _C.DeviceEngine) -> None:
         super().__init__(engine)
         counts.note(self, engine)
+        sources.protect(self)
 
     @classmethod
     def from_settings(cls, settings: config.Settings) -> "CpuStore":

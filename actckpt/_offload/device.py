@@ -13,7 +13,7 @@ from actckpt import _C, config
 from actckpt._core import devices
 from actckpt._core.devices import Accelerator
 from actckpt._core.torch_private import untraced
-from actckpt._offload import counts, limits, notices
+from actckpt._offload import counts, limits, notices, sources
 from actckpt._offload.spill import spill_file
 
 __all__ = ["DeviceStore", "is_bringing_back", "no_backend", "record_streams"]
@@ -42,6 +42,7 @@ class DeviceStore:
         self.host_bytes = host_bytes
         self._num_failed = 0
         counts.note(self, engine)
+        sources.protect(self)
 
     @classmethod
     def from_settings(cls, settings: config.Settings, device_type: str) -> "DeviceStore":

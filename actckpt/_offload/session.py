@@ -124,8 +124,16 @@ def pack_parts(session: Session, tensor: Tensor) -> FlattenedSubclass:
 def freed_error(shape: torch.Size, dtype: torch.dtype, nbytes: int, expected: int) -> SavedTensorChangedError:
     return SavedTensorChangedError(
         f"The memory of a saved tensor of shape {tuple(shape)}, {dtype}, was freed or made smaller before backward "
-        f"(untyped_storage().resize_).\nIts storage has {nbytes} bytes; saved were {expected}.\n"
-        "It could not be moved to the store (see actckpt.stats().failed_writes): keep its memory until backward."
+        f"(untyped_storage().resize_).\nIts storage has {nbytes} bytes; saved were {expected}. "
+        "Keep its memory until backward."
+    )
+
+
+def replaced_error(nbytes: int) -> SavedTensorChangedError:
+    return SavedTensorChangedError(
+        f"The memory of a saved tensor, {nbytes} bytes, was replaced while it was copied to the store: its storage "
+        "grew or was made smaller. What was copied is not what was saved.\n"
+        "Keep tensors that change size out of the offload block."
     )
 
 

@@ -1,21 +1,18 @@
-"""Prevents memory from being freed under a copy that reads it.
+"""Storages whose memory the program frees or replaces.
 
 NOTE [ Sources ]
 
 A reference to a storage keeps the storage alive, not its memory. `untyped_storage().resize_(0)` frees the memory at
-once (Megatron's CheckpointWithoutOutput and FSDP do so). A running copy out of a device would then read memory that
-holds something else by now. Neither size nor address shows that afterwards, since the same address may be allocated
-again. CPU tensors are copied before `put` returns: nothing reads their memory later.
+once, and a running copy out of a device would then read memory that holds something else by now. So the storages of
+running copies are watched (csrc/offload/sources.h), until the engine releases them. CPU tensors are copied before `put`
+returns: nothing reads their memory later.
 
-So storages that the engine may read are watched (csrc/offload/sources.h), from before their copy is queued until the
-engine releases them. From the first copy on, the methods of UntypedStorage that free memory wait for the copies out of
-a watched storage, and the engine releases it. Backward gets what was copied, not what the memory holds by then. Tensors
-saved later in that storage are copied anew (NOTE [ Spans ]). Programs that free nothing pay nothing.
+From the first store on, the methods of UntypedStorage that free memory raise while it is being copied. Where it is not,
+they end the sharing of what was copied: neither size, address nor version shows later that a storage was filled anew
+(NOTE [ Spans ]). Programs that free nothing pay nothing.
 
-C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) does not wait. Bytes copied while their
-memory was replaced are never used: unpack takes them from the storage, which moved them along when it grew. If the
-saved tensor itself grew, unpack raises before that, since it was changed in place. An alias with its own version
-counter, such as `h.data`, does not change it.
+C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) calls no such method. What was copied
+while the memory was replaced is never used: unpack raises.
 """
 
 import functools
@@ -27,46 +24,47 @@ from typing import Any
 import torch
 
 from actckpt import _C
-from actckpt._core import devices, torch_private
-from actckpt._offload.device import DeviceStore
+from actckpt._core import torch_private
 
-__all__ = ["guard"]
+__all__ = ["protect"]
 
 _lock = threading.Lock()
-#: Stores that were used for copies. A store that died has ended its copies.
-_used: "weakref.WeakSet[Any]" = weakref.WeakSet()
+#: What may be copying. A store that died has ended its copies.
+_stores: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _is_installed = False
 
 
-def guard(store: Any) -> None:
+def protect(store: Any) -> None:
     """Ensure that no memory is freed while `store` copies it out. Called before its first copy."""
     global _is_installed
     with _lock:
-        _used.add(store)
+        _stores.add(store)
         if not _is_installed:
             for name in torch_private.FREEING_METHODS:
-                setattr(torch.UntypedStorage, name, _waiting(getattr(torch.UntypedStorage, name)))
+                setattr(torch.UntypedStorage, name, _checked(getattr(torch.UntypedStorage, name)))
             _is_installed = True
 
 
-def _waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` of UntypedStorage, wrapped to wait for copies out of the storage first."""
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `method` of UntypedStorage, which raises while the storage is being copied."""
 
     @functools.wraps(method)
-    def wait_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+    def check_and_call(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if _C.is_source(storage):
-            _finish_copies(storage.device)
-            _C.end_sources(storage)
+            _release_copied()
+            if _C.is_source(storage):
+                raise _C.OffloadError(
+                    f"The memory of a storage of {storage.nbytes()} bytes is being copied to a store: it cannot be "
+                    "freed or replaced yet.\nSynchronize its device first, or keep the tensor out of the offload block."
+                )
         _C.end_sharing(storage)
         return method(storage, *args, **kwargs)
 
-    return wait_and_call
+    return check_and_call
 
 
-def _finish_copies(device: torch.device) -> None:
+def _release_copied() -> None:
     with _lock:
-        used = tuple(_used)
-    devices.synchronize(device)
-    for store in used:
-        if isinstance(store, DeviceStore):
-            store.poll()  # otherwise it would keep returning a source whose memory is replaced
+        stores = tuple(_stores)
+    for store in stores:
+        store.poll()

@@ -145,7 +145,6 @@ namespace actckpt {
   X(parameter_error) \
   X(script_failure) /* TorchScript's error text if a hook raised */ \
   X(store_for)      /* (type of device) -> store */ \
-  X(guard)          /* sources.guard */ \
   X(is_owned)       /* by a module whose forward runs */ \
   X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)     /* of a subclass with inner tensors */ \
@@ -156,6 +155,7 @@ namespace actckpt {
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \
+  X(replaced_error)    /* (bytes) */ \
   X(filled_late_error) /* (shape, dtype) */ \
   X(empty)             /* torch.empty */ \
   X(exchange_api) \

@@ -29,10 +29,7 @@ PyObject* bytes_new(PyTypeObject*, PyObject* args, PyObject* kwargs) {
 
 void bytes_dealloc(PyObject* self) {
   BytesObject* bytes = object_of(self);
-  if (bytes->watch != nullptr) {
-    const bool is_asked_for = bytes->watch.use_count() > 1;  // its span is alive
-    if (!is_asked_for || bytes->watch->replaced_storage() == nullptr) bytes->watch->end();
-  }
+  if (bytes->watch != nullptr) bytes->watch->end();
   bytes->watch.~SourceWatchPointer();
   Py_DECREF(bytes->storage);
   PyTypeObject* type = Py_TYPE(self);
@@ -46,12 +43,6 @@ PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(ob
 
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
-
-// end_sources(storage)
-PyObject* end_sources_function(PyObject*, PyObject* storage) {
-  end_sources(storage);
-  Py_RETURN_NONE;
-}
 
 // allocate_bytes(nbytes, device) -> Bytes
 PyObject* allocate(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
@@ -75,7 +66,6 @@ PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS
 
 PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
-    {"end_sources", end_sources_function, METH_O, "end_sources(storage): all copies out of it have ended."},
     {"allocate_bytes", fast(allocate), METH_FASTCALL, "allocate_bytes(nbytes, device) -> Bytes to read into."},
     {nullptr, nullptr, 0, nullptr}};
 

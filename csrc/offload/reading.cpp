@@ -233,8 +233,7 @@ void note_seen(const RecordPointer& record, std::size_t place, long long task) {
 
 py::object fetch_once(SpanObject* span) {
   py::object found = span->ticket->fetch();
-  // Bytes read while their memory was replaced are invalid; the storage has the right ones.
-  if (PyObject* storage = span->watch->replaced_storage()) return new_bytes(storage, span->start);
+  if (span->watch->is_replaced()) raise(call(names().replaced_error, number(span->nbytes).ptr()));
   return found;
 }
 

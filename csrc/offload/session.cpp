@@ -62,7 +62,6 @@ bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, p
 Destination destination_for(SessionObject* session, const py::object& device_type) {
   py::object found = call(names().store_for, device_type.ptr());
   if (found.ptr() != session->store_object.ptr()) {
-    call(names().guard, found.ptr());
     session->store = store_behind(found.ptr());
     session->store_object = std::move(found);
   }

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import on_device
 import pytest
 import torch
 from internals.stores import (
@@ -48,6 +49,11 @@ def _free_by_its_old_name(h: torch.Tensor) -> None:
     h._typed_storage()._resize_(0)
 
 
+def _end_copies_out_of_a_device() -> None:
+    if on_device.device_type != "cpu":
+        flush()
+
+
 _WAYS: dict[str, Callable[[torch.Tensor], Any]] = {
     "freed": free_memory,
     "freed and filled anew": free_and_fill,
@@ -67,6 +73,7 @@ def test_memory_freed_while_it_is_copied_out_gives_what_was_saved(tmp_path: Path
         with actckpt.offload(min_bytes=0):
             y = h.sin()
         timer = threading.Timer(0.1, let_go)
+        _end_copies_out_of_a_device()
         timer.start()
         _WAYS[how](h)
         timer.join()
@@ -84,6 +91,7 @@ def test_what_memory_holds_when_it_is_filled_anew_is_saved_anew(kind: str, is_fl
             first = x * h
             if is_flushed:
                 flush()
+            _end_copies_out_of_a_device()
             nbytes = h.untyped_storage().nbytes()
             h.untyped_storage().resize_(0)
             h.untyped_storage().resize_(nbytes)
@@ -101,6 +109,7 @@ def test_memory_freed_after_its_graph_is_gone_is_no_crash(tmp_path: Path) -> Non
             y = h.sin()
         del y
         timer = threading.Timer(0.1, let_go)
+        _end_copies_out_of_a_device()
         timer.start()
         free_memory(h)
         timer.join()

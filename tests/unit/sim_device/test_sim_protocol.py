@@ -103,7 +103,7 @@ def _store_without(place: int | None) -> tuple[ModuleType, list[str]]:
 _CALLS = _store_without(None)[1]
 #: This decides who waits, and no order of memory: see the test of the stream that asks for room.
 _OF_TIME = {"stream_handle in make_room"}
-#: What others than the store call: test_sim_sources.py and tests/unit/core/test_devices.py leave them out.
+#: What others than the store call: measurements synchronize, and tests/unit/core/test_devices.py leaves out the other.
 _OF_OTHERS = {"synchronize", "is_capturing"}
 
 
