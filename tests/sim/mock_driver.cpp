@@ -180,14 +180,6 @@ struct MockCalls {
     *value = current->node_;
     return 0;
   }
-  static cuda::Result device_pci_bus_id(char* text, int bytes, int) {
-    if (current->bus_id_.empty() || current->bus_id_.size() >= static_cast<std::size_t>(bytes)) {
-      return kInvalidValue;
-    }
-    current->bus_id_.copy(text, current->bus_id_.size());
-    text[current->bus_id_.size()] = '\0';
-    return 0;
-  }
   static cuda::Result error_name(cuda::Result code, const char** name) {
     *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OF_THE_MOCK";
     return 0;
@@ -227,7 +219,6 @@ const cuda::Driver* MockDriver::table() const {
     d.host_unregister = &MockCalls::host_unregister;
     d.error_name = &MockCalls::error_name;
     d.device_attribute = &MockCalls::device_attribute;
-    d.device_pci_bus_id = &MockCalls::device_pci_bus_id;
     return d;
   }();
   return &driver;

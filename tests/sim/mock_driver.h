@@ -40,12 +40,8 @@ class MockDriver {
   void refuse_pins(bool refuse) { refuse_pins_ = refuse; }
   // Whether the calling thread may wait now: unpinning memory waits for the device.
   void set_may_wait(std::function<bool()> may_wait) { may_wait_ = std::move(may_wait); }
-  // What devices say of their place: the node of host memory nearest to them, -1 if they do not tell; and where they
-  // are on the bus, empty if they do not tell.
-  void set_place(int node, std::string bus_id) {
-    node_ = node;
-    bus_id_ = std::move(bus_id);
-  }
+  // The node of host memory nearest to the devices; -1: unknown.
+  void set_node(int node) { node_ = node; }
 
   std::uint64_t num_calls() const { return num_calls_; }
   std::uint64_t num_pinned_bytes() const;
@@ -76,7 +72,6 @@ class MockDriver {
   bool refuse_pins_ = false;
   std::function<bool()> may_wait_ = [] { return true; };
   int node_ = -1;
-  std::string bus_id_;
   std::uint64_t num_calls_ = 0;
   std::uint64_t fail_at_ = UINT64_MAX;
   cuda::Result failure_ = 0;

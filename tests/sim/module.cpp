@@ -47,7 +47,7 @@ void bind_mock(py::module_& module) {
       .def("fail_at", [](MockCuda& self, std::uint64_t n, int code) { self.driver().fail_at(n, code); })
       .def("set_capturing", [](MockCuda& self, int queue, bool on) { self.driver().set_capturing(queue, on); })
       .def("refuse_pins", [](MockCuda& self, bool on) { self.driver().refuse_pins(on); })
-      .def("set_place", [](MockCuda& self, int node, const std::string& bus) { self.driver().set_place(node, bus); })
+      .def("set_node", [](MockCuda& self, int node) { self.driver().set_node(node); })
       .def_property_readonly("num_calls", [](MockCuda& self) { return self.driver().num_calls(); })
       .def_property_readonly("num_pinned_bytes", [](MockCuda& self) { return self.driver().num_pinned_bytes(); })
       .def_property_readonly("faults", [](MockCuda& self) { return self.driver().faults(); });

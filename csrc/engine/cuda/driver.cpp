@@ -67,7 +67,6 @@ void load_all(Symbols* s, Driver* d) {
   s->optional(&d->event_elapsed, "cuEventElapsedTime", "cuEventElapsedTime");
   s->optional(&d->error_name, "cuGetErrorName", "cuGetErrorName");
   s->optional(&d->device_attribute, "cuDeviceGetAttribute", "cuDeviceGetAttribute");
-  s->optional(&d->device_pci_bus_id, "cuDeviceGetPCIBusId", "cuDeviceGetPCIBusId");
 }
 
 }  // namespace

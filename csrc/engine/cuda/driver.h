@@ -55,7 +55,6 @@ struct Driver {
   Result (*event_elapsed)(float* milliseconds, EventHandle first, EventHandle second) = nullptr;
   Result (*error_name)(Result code, const char** name) = nullptr;
   Result (*device_attribute)(int* value, int attribute, Device device) = nullptr;
-  Result (*device_pci_bus_id)(char* text, int bytes, Device device) = nullptr;
 };
 
 struct OpenedDriver {

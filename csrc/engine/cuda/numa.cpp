@@ -5,10 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
-#include <cstdio>
 #include <exception>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -19,43 +16,16 @@ constexpr int kMpolPreferred = 1;
 constexpr int kMadvPopulateWrite = 23;  // since Linux 5.14
 constexpr std::size_t kShareBytes = std::size_t{64} << 20;
 
-int node_from_sysfs(const Driver& driver, Device handle) {
-  char bus_id[32] = {};
-  if (driver.device_pci_bus_id == nullptr || driver.device_pci_bus_id(bus_id, sizeof(bus_id) - 1, handle) != kSuccess) {
-    return -1;
-  }
-  std::string path = "/sys/bus/pci/devices/";
-  for (const char* c = bus_id; *c != '\0'; ++c) {
-    path += static_cast<char>(std::tolower(static_cast<unsigned char>(*c)));
-  }
-  std::FILE* const file = std::fopen((path + "/numa_node").c_str(), "r");
-  int node = -1;
-  if (file != nullptr) {
-    if (std::fscanf(file, "%d", &node) != 1) {
-      node = -1;
-    }
-    std::fclose(file);
-  }
-  return node;
-}
-
 }  // namespace
 
 int host_node_of(const Driver& driver, int device) noexcept {
-  try {
-    Device handle = 0;
-    if (driver.device_get(&handle, device) != kSuccess) {
-      return -1;
-    }
-    int node = -1;
-    if (driver.device_attribute != nullptr &&
-        driver.device_attribute(&node, kAttributeHostNumaId, handle) == kSuccess && node >= 0) {
-      return node;
-    }
-    return node_from_sysfs(driver, handle);
-  } catch (const std::exception&) {
+  Device handle = 0;
+  int node = -1;
+  if (driver.device_attribute == nullptr || driver.device_get(&handle, device) != kSuccess ||
+      driver.device_attribute(&node, kAttributeHostNumaId, handle) != kSuccess) {
     return -1;
   }
+  return node;
 }
 
 void prefer_node(void* ptr, std::size_t bytes, int node) noexcept {

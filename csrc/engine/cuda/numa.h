@@ -11,7 +11,7 @@
 
 namespace actckpt::cuda {
 
-// The NUMA node of the host memory nearest to a device; -1 if unknown. From the driver, else sysfs.
+// The NUMA node of the host memory nearest to a device; -1 if the driver does not know.
 int host_node_of(const Driver& driver, int device) noexcept;
 
 // Prefers (never binds: that invites the OOM killer) `node` for pages touched later.
