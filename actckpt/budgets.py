@@ -84,7 +84,4 @@ def plan(
     check_not_meta(model, "plan")
     optimizers = optimizers_of(optimizer, model, "plan")
     chosen = find_blocks(model, blocks, "plan")
-    config = BudgetConfig(
-        budget, activation_budget, optimizers, pins, race, "raise", adds_blocks=blocks is None and not pins
-    )
-    return planned(step, model, chosen, config)
+    return planned(step, model, chosen, BudgetConfig.of({**budget_options, "blocks": blocks}, optimizers))

@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from actckpt._blocks.applied import applied_blocks
+from actckpt._blocks.applied import applied_blocks, find_blocks
 from actckpt._blocks.choosing import Blocks, check_not_meta
 from actckpt._blocks.model_report import stayed
-from actckpt._budget.budget_config import check_budget
+from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._budget.running import Candidate, device_of
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
+from actckpt._cycles.plan_step import settled_loop
 from actckpt._offload.device import no_backend
 from actckpt._text.presets import PRESETS
 from actckpt._text.sizes import format_bytes
@@ -25,7 +26,6 @@ from actckpt._text.suggestions import did_you_mean
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 from actckpt.blocks import OPTION_NAMES, apply, remove
-from actckpt.budgets import plan
 from actckpt.errors import BlocksError, PlanInfeasibleError
 from actckpt.planner.plans import Plan
 from actckpt.policies import choice_of
@@ -55,6 +55,7 @@ class ComparedPolicy:
         blocks: number of blocks to which the policy was applied.
         note: if the policy offloads nothing, or not everything, because tensors are small: what, and what to pass; else
             empty.
+        samples_per_s, tokens_per_s: those of a step, as passed to `compare`, over `seconds`; None: not passed.
     """
 
     name: str
@@ -67,6 +68,8 @@ class ComparedPolicy:
     same_bits: bool
     blocks: int
     note: str = ""
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +94,17 @@ class Comparison:
     def table(self) -> str:
         """Return a table, one line per policy."""
         plain = self.rows[0]
-        lines = [("policy", "step", "x none (lowest - highest)", "held", "peak", "of none", "bits")]
+        rates = [("samples/s", plain.samples_per_s), ("tokens/s", plain.tokens_per_s)]
+        names = [name for name, rate in rates if rate is not None]
+        lines = [("policy", "step", *names, "x none (lowest - highest)", "held", "peak", "of none", "bits")]
         for row in self.rows:
             ratio = f"{row.ratio:.2f} ({row.lowest_ratio:.2f} - {row.highest_ratio:.2f})"
             share = f"{100 * row.peak_bytes / max(plain.peak_bytes, 1):.0f} %"
             bits = "equal" if row.same_bits else "DIFFER"
             step = f"{1e3 * row.seconds:.1f} ms"
-            lines.append(
-                (row.name, step, ratio, format_bytes(row.held_bytes), format_bytes(row.peak_bytes), share, bits)
-            )
+            per_s = [f"{rate:.4g}" for rate in (row.samples_per_s, row.tokens_per_s) if rate is not None]
+            held, peak = format_bytes(row.held_bytes), format_bytes(row.peak_bytes)
+            lines.append((row.name, step, *per_s, ratio, held, peak, share, bits))
         notes = "".join(f"\n{row.name}: {row.note}" for row in self.rows if row.note)
         return (
             f"{aligned(lines, left=1)}\nMedians of {self.rounds} round{'s' * (self.rounds > 1)}; bytes beyond what was "
@@ -131,6 +136,8 @@ def compare(
     blocks: Blocks | None = None,
     optimizer: Optimizers = None,
     rounds: int = 5,
+    samples: int | None = None,
+    tokens: int | None = None,
 ) -> Comparison:
     """Run a training step under several policies and compare time, held bytes and peak.
 
@@ -142,18 +149,19 @@ def compare(
         step: runs forward and backward, without arguments; may run the optimizer.
         model: what the step trains; no part of it is checkpointed.
         policies: by name, each as in `apply`, including a `Plan`, or a dict of keywords of `apply`: with `"policy"`,
-            or with `"budget"` or `"activation_budget"`, for which a plan is made first, as `actckpt.plan` does.
+            or with `"budget"` or `"activation_budget"`: steps run until its plan is made and tried, then it is timed.
             `"none"`, the step without actckpt, is always compared. None: `recompute` and `keep matmuls` (the preset
             `"matmuls"`), on a GPU also `offload`.
         blocks: as in `apply`.
         optimizer: the one that the step runs, if it does; several in a list.
         rounds: how often each policy is timed.
+        samples, tokens: how many of them a step trains on; the table then has a column of samples or tokens per second.
     Returns:
         A row per policy.
     Raises:
         TypeError: `step` is no function, or `model` is no module.
         ValueError: the step takes arguments; it changes parameters and `optimizer` is missing; it leaves no gradients;
-            `rounds` is below 1; `policies` is no dict of policies by name.
+            `rounds`, `samples` or `tokens` is below 1; `policies` is no dict of policies by name.
         PlanInfeasibleError: no plan fits a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
     Cost: `rounds + 2` steps per policy, those of `plan` per budget, and a copy of the training state in host memory.
@@ -168,23 +176,20 @@ def compare(
         >>> [row.name for row in found.rows], all(row.same_bits for row in found.rows)
         (['none', 'rerun'], True)
     """
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-        raise ValueError(f"compare: rounds={rounds!r}. Pass a whole number from 1 on: each policy is timed so often.")
+    _check_numbers(rounds=rounds, samples=1 if samples is None else samples, tokens=1 if tokens is None else tokens)
     checked = Step(step, "compare", model)
     _check_not_applied(model)
     check_not_meta(model, "compare")
     named = named_policies(policies, "compare", offloads=offloads(model))
     options = {name: options_of(policy, blocks, f"compare: policies[{name!r}]") for name, policy in named.items()}
     _check_budgets(options, model)
-    state = TrainingState(model, optimizers_of(optimizer, model, "compare"))
+    optimizers = optimizers_of(optimizer, model, "compare")
+    state = TrainingState(model, optimizers)
     try:
         candidates = [Candidate(PLAIN, model, {}, checked, state)]
         for name, each in options.items():
-            if "policy" not in each:
-                each = {
-                    "policy": _planned(step, model, {"optimizer": optimizer, **each}, f"compare: policies[{name!r}]")
-                }
-            candidates.append(Candidate(name, model, _forwards(model, each), checked, state))
+            forwards, opens = _forwards(model, each, step, optimizers, f"compare: policies[{name!r}]")
+            candidates.append(Candidate(name, model, forwards, checked, state, opens))
         digests = []
         for candidate in candidates:
             digests.append(_first_step(candidate, checked, model, state))
@@ -195,8 +200,22 @@ def compare(
     finally:
         state.put_back()
     plain = candidates[0].seconds
-    rows = (_row(each, plain, bits == digests[0]) for each, bits in zip(candidates, digests, strict=True))
-    return Comparison(tuple(rows), rounds)
+    rows = [_row(each, plain, bits == digests[0]) for each, bits in zip(candidates, digests, strict=True)]
+    return Comparison(tuple(_with_rates(row, samples, tokens) for row in rows), rounds)
+
+
+def _with_rates(row: ComparedPolicy, samples: int | None, tokens: int | None) -> ComparedPolicy:
+    rates = [None if number is None else number / row.seconds for number in (samples, tokens)]
+    return dataclasses.replace(row, samples_per_s=rates[0], tokens_per_s=rates[1])
+
+
+_NUMBERS = {"rounds": "each policy is timed so often", "samples": "of one step", "tokens": "of one step"}
+
+
+def _check_numbers(**numbers: object) -> None:
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"compare: {name}={number!r}. Pass a whole number from 1 on: {_NUMBERS[name]}.")
 
 
 def _check_not_applied(model: torch.nn.Module) -> None:
@@ -315,20 +334,31 @@ def _check_budgets(policies: Mapping[str, Mapping[str, Any]], model: torch.nn.Mo
             raise ValueError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
 
 
-def _planned(step: Callable[[], object], model: torch.nn.Module, options: dict[str, Any], where: str) -> Plan:
-    """Return the plan for a budget."""
+def _forwards(
+    model: torch.nn.Module,
+    options: dict[str, Any],
+    step: Callable[[], object],
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    where: str,
+) -> tuple[dict[torch.nn.Module, Any], Callable[[], object] | None]:
+    """Return the replaced forwards of blocks under `apply`, and what makes the loop of a budget watch the model.
+
+    A budget's loop has settled: it has measured steps, made its plan, and tried it.
+    """
+    if "policy" in options:
+        apply(model, **options)
+        forwards = {block: block.forward for block in applied_blocks(model).values()}
+        remove(model)
+        return forwards, None
+    chosen = find_blocks(model, options.get("blocks"), "compare")
+    own = optimizers_of(options.get("optimizer"), model, "compare")
     try:
-        return plan(step, model=model, **options)
+        loop, by_name = settled_loop(step, model, chosen, BudgetConfig.of(options, own or optimizers))
     except PlanInfeasibleError as error:
         raise PlanInfeasibleError(f"{where}: {error}", error.smallest_bytes, error.holds) from None
-
-
-def _forwards(model: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any]:
-    """Return the replaced forwards of blocks under `apply`."""
-    apply(model, **options)
-    forwards = {block: block.forward for block in applied_blocks(model).values()}
-    remove(model)
-    return forwards
+    for forward in by_name.values():
+        forward.together.training = loop  # closed by `unpatch`
+    return {forward.block: forward for forward in by_name.values()}, loop.open
 
 
 def _first_step(candidate: Candidate, step: Step, model: torch.nn.Module, state: TrainingState) -> list[bytes]:

@@ -11,6 +11,7 @@ import torch
 
 from actckpt._blocks.applied import applied_blocks
 from actckpt._blocks.choosing import Blocks
+from actckpt._budget.budget_config import check_budget
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._estimate.estimating import Figures, Stepper
@@ -151,9 +152,9 @@ def estimate(
     Args:
         step: runs forward and backward, without arguments; may run the optimizer. Devices that it names are replaced.
         model: what the step trains; no part of it is checkpointed. It is neither run nor changed.
-        policies: as in `compare`, including existing plans. Policies that offload single values (`PerOp` with
-            `"offload"`, `offload_inputs`), and budgets, which need a plan first, raise. None: `recompute`, `keep
-            matmuls`, and `offload` except for the CPU.
+        policies: as in `compare`, including existing plans and budgets. A plan for a budget is made of estimated costs
+            and does not offload; shares are of the target's memory. Policies that offload single values (`PerOp` with
+            `"offload"`, `offload_inputs`) raise. None: `recompute`, `keep matmuls`, and `offload` except for the CPU.
         target: a name (`Target.named`), or a `Target` with your own rates.
         blocks: as in `apply`.
         optimizer: its state counts, even if the step does not run it; several in a list.
@@ -163,9 +164,11 @@ def estimate(
         TypeError: `step` is no function, or `model` is no module.
         ValueError: the target is unknown; the step takes arguments, calls no backward, needs the numbers of a tensor
             (`.item()`, a boolean mask), or runs an optimizer that was not passed; `policies` is no dict of policies by
-            name, or one of them is invalid, offloads single values or is a budget.
+            name, or one of them is invalid or offloads single values.
+        PlanInfeasibleError: no plan fits a budget.
         BlocksError: the model has no such blocks, or some are checkpointed already.
-    Cost: a step per policy and one more, some tenths of a millisecond per operator, whatever the sizes.
+    Cost: a step per policy and one more, a dozen per budget, some tenths of a millisecond per operator, whatever the
+    sizes.
 
     Example::
 
@@ -205,6 +208,8 @@ def estimate_with(
     figures: dict[str, Figures] = {}
     for name, keywords in {PLAIN: None, **options}.items():
         progress(name)
+        if keywords is not None and "policy" not in keywords:
+            keywords = {"policy": stepper.planned(step, keywords, f"estimate: policies[{name!r}]")}
         figures[name] = stepper.run(step, keywords)
     plain = figures[PLAIN]
     rows = [
@@ -249,19 +254,17 @@ def _check(model: torch.nn.Module) -> None:
 
 
 def checked_options(policy: Any, blocks: Blocks | None, where: str) -> dict[str, Any]:
-    """Return keywords of `apply` for a policy.
+    """Return keywords of `apply` for a policy, or of `plan` for a budget.
 
     Args:
         where: the argument that has the policy, for errors.
     Raises:
-        ValueError: it is invalid, offloads single values, or is a budget.
+        ValueError: it is invalid, or offloads single values.
     """
     options = options_of(policy, blocks, where)
     if "policy" not in options:
-        raise ValueError(
-            f"{where} is a budget. A plan for it is made of measured times, and tensors without bytes have none: make "
-            "it where the model runs, actckpt.plan(step, model=model, ...), and estimate that plan as a policy."
-        )
+        check_budget(options, torch.nn.Module(), where)
+        return options
     chosen = options["policy"]
     if chosen in ("offload", Action.OFFLOAD):
         options.pop("to", None)  # the memory of the host

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.choosing import check_model
-from actckpt._core import devices, torch_private
+from actckpt._core import devices, simulated, torch_private
 from actckpt._core.memory_by_module import explain
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.optimizers import Optimizers, optimizers_of
@@ -97,6 +97,7 @@ class LiveStorages(ObservingMode):
                 f"LiveStorages: {len(inner)} of {len(self._parameters)} parameters are not leaves, the first "
                 f"has shape {inner[0]}. Pass model.parameters(), or tensors made with requires_grad=True."
             )
+        device = "meta" if simulated.is_simulated() else device
         self._device_type = None if device is None else torch.device(device).type
         self._timeline: list[tuple[float, int]] | None = [] if timeline else None
         self._start_s = time.perf_counter()

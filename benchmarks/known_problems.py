@@ -27,9 +27,12 @@ from torch.utils.checkpoint import (
     checkpoint,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
 )
+from torch.utils.flop_counter import FlopCounterMode
 
 import actckpt
+from actckpt.memory import LiveStorages
 
 AS_PLAIN = "as plain training"
 #: Checkpoints a function of tensors.
@@ -310,6 +313,78 @@ def our_peaks_and_budgets() -> tuple[list[float], list[float]]:
     return peaks, budgets
 
 
+#: Layers whose products a policy keeps, by what the table says; None: no checkpoint.
+KEPT: dict[str, tuple[int, ...] | None] = {
+    "no checkpoint": None,
+    "the first and the last": (0, 2),
+    "the last": (2,),
+    "the first": (0,),
+    "none": (),
+}
+_WIDTH = 512
+
+
+def _keeping(layers: tuple[int, ...]) -> Any:
+    """Return contexts of a policy that saves the matrix products of some layers, which it counts."""
+    calls = {False: 0, True: 0}
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator != _aten.mm.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        calls[context.is_recompute] += 1
+        is_kept = calls[context.is_recompute] - 1 in layers
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def matmuls_and_bytes(kept: tuple[int, ...] | None, method: Method) -> tuple[float, float]:
+    """Return the products of a backward, in products of square matrices, and the MiB that its forward holds."""
+    x, first, second = (torch.randn(_WIDTH, _WIDTH, requires_grad=True) for _ in range(3))
+    given = x, first, second, torch.randn(_WIDTH, 2 * _WIDTH, requires_grad=True)
+
+    def layers(x: Tensor, first: Tensor, second: Tensor, last: Tensor) -> Tensor:
+        return (x @ first @ second @ last).sum()
+
+    expected = torch.autograd.grad(layers(*given), given)
+    options = {"context_fn": functools.partial(_keeping, kept)} if kept else {}
+    with LiveStorages() as live:
+        loss = layers(*given) if kept is None else method(layers, *given, **options)
+    held_bytes = live.live_bytes - loss.nbytes
+    with FlopCounterMode(display=False) as counter:
+        gradients = torch.autograd.grad(loss, given)
+    assert all(map(torch.equal, gradients, expected))
+    return counter.get_total_flops() / (2 * _WIDTH**3), round(held_bytes / _MIB, 2)
+
+
+def _without_early_stop(*args: Any, **kwargs: Any) -> Tensor:
+    with set_checkpoint_early_stop(False):
+        result: Tensor = checkpoint(*args, use_reentrant=False, **kwargs)
+    return result
+
+
+#: By head of the table.
+MATMUL_METHODS: dict[str, Method] = {
+    "torch, `early_stop=False`": _without_early_stop,
+    "torch": functools.partial(checkpoint, use_reentrant=False),
+    "actckpt": actckpt.checkpoint,
+}
+
+
+def measure_matmuls() -> dict[str, dict[str, tuple[float, float]]]:
+    """Return products and MiB of each method, by what is kept."""
+    return {
+        name: {method: matmuls_and_bytes(kept, call) for method, call in MATMUL_METHODS.items()}
+        for name, kept in KEPT.items()
+    }
+
+
+def matmul_table(figures: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
+    """Return the rows of the table of products and bytes of the page."""
+    rows = [[f"{products:.0f}, {mib:.0f} MiB" for products, mib in row.values()] for row in figures.values()]
+    return "".join(f"| {name} | {' | '.join(row)} |\n" for name, row in zip(figures, rows, strict=True))
+
+
 def measure() -> dict[str, dict[str, Any]]:
     """Run everything; returns what each method did, by issue."""
     found: dict[str, dict[str, Any]] = {}
@@ -356,11 +431,14 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     found = measure()
-    print(table(found), end="")
+    matmuls = measure_matmuls()
+    print(f"{table(found)}\n{matmul_table(matmuls)}", end="")
     if out is not None:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         head = {"command": "python benchmarks/known_problems.py", "date": str(datetime.date.today())}
-        out.write_text(json.dumps({**head, "versions": versions, "figures": found}, indent=1) + "\n")
+        out.write_text(
+            json.dumps({**head, "versions": versions, "figures": found, "matmuls": matmuls}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import actckpt
 from actckpt._cycles.meter import sweep
 
 # Programs that tests start have one, too: they compare bits, and where several threads of a process are the first to
-# call the vector functions of MKL, one of them rarely gets other numbers, that once (docs/differences.md).
+# call the vector functions of MKL, one of them rarely gets other numbers, that once (docs/checkpoint-limits.md).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: Tests that import the simulated device: torch has an accelerator in their process from then on.

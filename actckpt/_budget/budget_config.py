@@ -11,7 +11,7 @@ import torch
 from actckpt._budget.infeasible import OnInfeasible, check_on_infeasible
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
-from actckpt._core import devices
+from actckpt._core import devices, simulated
 from actckpt._core.storages import gradient_of, storages_of
 from actckpt._offload import stores
 from actckpt.action import Action
@@ -35,6 +35,13 @@ class BudgetConfig:
     adds_blocks: bool = False
     #: Returns additional bytes that count: those that the step of `plan` needs outside of the cycle.
     more_bytes: Callable[[], int] = int
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], optimizers: tuple[torch.optim.Optimizer, ...]) -> BudgetConfig:
+        """Return the options of `plan`: no plan that fits is an error."""
+        budgets = options.get("budget"), options.get("activation_budget")
+        pins, race = options.get("pins"), options.get("race", True)
+        return cls(*budgets, optimizers, pins, race, "raise", adds_blocks=options.get("blocks") is None and not pins)
 
     @property
     def is_total(self) -> bool:
@@ -96,7 +103,8 @@ class BudgetConfig:
 
 def _bytes_on(device: torch.device, held: list[object]) -> int:
     storages = {id(storage): storage for storage in storages_of(held)}
-    return sum(each.nbytes() for each in storages.values() if each.device.type == device.type)
+    kind = "meta" if simulated.is_simulated() else device.type
+    return sum(each.nbytes() for each in storages.values() if each.device.type == kind)
 
 
 def has_budget(options: Mapping[str, Any]) -> bool:

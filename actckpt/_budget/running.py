@@ -124,6 +124,7 @@ class Candidate:
         forwards: replacements of the forwards of its blocks.
         step: runs forward and backward, without arguments.
         state: restored before each step.
+        opens: called before each step, when the blocks have these forwards.
     """
 
     def __init__(
@@ -133,10 +134,12 @@ class Candidate:
         forwards: dict[torch.nn.Module, Any],
         step: Callable[[], object],
         state: TrainingState,
+        opens: Callable[[], object] | None = None,
     ) -> None:
         self.name = name
         self.forwards = forwards
         self._model, self._step, self._state = model, step, state
+        self._opens = opens or (lambda: count_calls(model, forwards.values()))
         self._device = device_of(model)
         self.seconds: list[float] = []
         self.held_bytes = self.peak_bytes = 0
@@ -145,7 +148,7 @@ class Candidate:
     def _applied(self) -> Iterator[None]:
         for block, forward in self.forwards.items():
             block.forward = forward
-        count_calls(self._model, self.forwards.values())
+        self._opens()
         try:
             yield
         finally:

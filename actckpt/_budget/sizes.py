@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from actckpt._core import devices
+from actckpt._core import devices, simulated
 from actckpt._core.devices import Accelerator
 from actckpt._offload.limits import available_host_bytes, total_host_bytes
 from actckpt._text.sizes import format_bytes, number_in, parse_bytes
@@ -40,10 +40,10 @@ def budget_bytes(budget: object, device: torch.device, *, held_bytes: float) -> 
     """
     _check_no_plan(budget, "budget")
     if isinstance(budget, str) and budget.strip() == "auto":
-        return _AUTO * (_free_bytes(device, budget) + held_bytes)
+        return _AUTO * (simulated.memory_bytes() or _free_bytes(device, budget) + held_bytes)
     share = _share(budget, "budget", _FORMS)
     if share is not None:
-        return share * _total_bytes(device, budget)
+        return share * (simulated.memory_bytes() or _total_bytes(device, budget))
     _check_has_unit(budget, "budget")
     nbytes = parse_bytes(budget, what="budget", forms=_FORMS)
     if nbytes < _LEAST_BYTES:

@@ -51,6 +51,8 @@ def _run(args: argparse.Namespace) -> int:
         policies |= {f"{name.replace('_', ' ')} {getattr(args, name)}": {name: size} for name, size in budget.items()}
         of = "" if budget else f" of {(len(policies) + 1) * (args.rounds + 2)}"
         options: dict[str, Any] = {"policies": policies, "blocks": args.blocks, "optimizer": training.optimizers}
+        if args.batch is not None:
+            options |= {"samples": args.batch, "tokens": None if args.seq is None else args.batch * args.seq}
         comparison = compare(training.step(say, of), model=training.model, rounds=args.rounds, **options)
     print(json.dumps(comparison.as_dict(), indent=1) if args.json else comparison.table())
     return 0 if all(row.same_bits for row in comparison.rows) else 1

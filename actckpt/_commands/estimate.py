@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from actckpt._commands.messages import check_unit, number, slow
+from actckpt._commands.running import budget_of
 from actckpt._commands.scripts import FORM, Script, add_policies, add_sizes, in_one_line, policies_of, sizes_of
 
 __all__ = ["add_estimate"]
@@ -45,7 +46,12 @@ def add_estimate(commands: Any) -> None:
     add_sizes(parser)
     add_policies(parser, "recompute, keep matmuls, offload")
     option("--find", choices=("batch", "seq"), help="find the largest one that fits the budget")
-    option("--budget", metavar="SIZE", help="for --find, with a unit: 70GiB (default: the target's memory less 5 %%)")
+    option(
+        "--budget",
+        metavar="SIZE",
+        help="the fastest plan that fits, too: most memory at any time: 70GiB, a share of the target's memory (0.9), "
+        "or auto; with --find the limit, a size (default: the target's memory less 5 %%)",
+    )
     option("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run, parser=parser)
 
@@ -62,12 +68,7 @@ def _check(args: argparse.Namespace) -> None:
     """Raise if an option would be ignored, or is no size."""
     if args.find is not None and (size := getattr(args, args.find)) is not None:
         raise ValueError(f"--{args.find} {size} beside --find {args.find}, which looks for it. Leave one of them out.")
-    if args.budget is not None and args.find is None:
-        raise ValueError(
-            f"--budget {args.budget} limits what --find looks for. Add --find batch or --find seq, or leave it out: "
-            "without --find the estimate is the same for each budget."
-        )
-    if args.budget is not None:
+    if args.budget is not None and args.find is not None:
         check_unit(args.budget)
 
 
@@ -82,8 +83,11 @@ class _Command:
         _check(args)
         self._target = _target(args)
         self._policies = named_policies(policies_of(args), "--policy", offloads=not self._target.is_cpu)
-        memory = int(self._target.memory_bytes * (1 - _RESERVE))
-        self._budget = memory if args.budget is None else parse_bytes(args.budget, what="--budget")
+        self._budget = int(self._target.memory_bytes * (1 - _RESERVE))
+        if args.budget is not None and args.find is not None:
+            self._budget = parse_bytes(args.budget, what="--budget")
+        elif args.budget is not None:
+            self._policies[f"budget {args.budget}"] = budget_of(args)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -153,10 +157,11 @@ class _Command:
         from actckpt._text.sizes import format_bytes, format_seconds
         from actckpt._text.tables import aligned
 
-        lines = [("policy", f"largest {self._args.find}", "all", "step")]
+        lines = [("policy", f"largest {self._args.find}", "all", "step", f"step / {self._args.find}")]
         for row in rows:
-            size = str(row["size"]) if row["size"] else "not even 1"
-            lines.append((row["name"], size, format_bytes(row["total_peak_bytes"]), format_seconds(row["seconds"])))
+            size, each = str(row["size"] or "not even 1"), row["seconds"] / (row["size"] or 1)
+            seconds = format_seconds(row["seconds"]), format_seconds(each)
+            lines.append((row["name"], size, format_bytes(row["total_peak_bytes"]), *seconds))
         return f"{aligned(lines, left=1)}\nEstimated for {self._target.name} within {format_bytes(self._budget)}."
 
 

@@ -44,7 +44,8 @@ def budget_of(args: argparse.Namespace) -> dict[str, float | str]:
     Raises:
         ValueError: there are two.
     """
-    budgets = {name: getattr(args, name) for name in ("budget", "activation_budget") if getattr(args, name) is not None}
+    named = {name: getattr(args, name, None) for name in ("budget", "activation_budget")}
+    budgets = {name: size for name, size in named.items() if size is not None}
     if len(budgets) == 2:
         raise ValueError("--budget and --activation-budget are both given. Pass one of them.")
     share = number_in(budgets.get("budget", ""))

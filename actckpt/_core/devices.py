@@ -15,13 +15,12 @@ Nothing that a forward calls waits for a device. `synchronize` and memory statis
 that is about to be freed.
 """
 
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from actckpt._core import torch_private
+from actckpt._core import simulated, torch_private
 from actckpt._core.accelerator import Accelerator, DeviceGenerator
 from actckpt._core.cuda import CUDA_LIBRARY, Cuda
 
@@ -149,7 +148,7 @@ def moment(device: torch.device) -> Moment:
     accelerator = accelerator_of(device.type)
     if accelerator is None or not accelerator.times_events:
         synchronize(device)
-        return time.perf_counter()
+        return simulated.now()
     event = torch.Event(device, enable_timing=True)
     event.record(torch.accelerator.current_stream(device))  # explicit: the default is the current device's
     return event
@@ -158,7 +157,7 @@ def moment(device: torch.device) -> Moment:
 def host_seconds(device: torch.device) -> float:
     """Return the host time in seconds, comparable to the distances between moments of a device."""
     accelerator = accelerator_of(device.type)
-    return time.perf_counter() if accelerator is None else accelerator.host_seconds()
+    return simulated.now() if accelerator is None else accelerator.host_seconds()
 
 
 def seconds_between(start: Moment, end: Moment) -> float:

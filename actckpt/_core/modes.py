@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from actckpt import config
-from actckpt._core import torch_private
+from actckpt._core import simulated, torch_private
 from actckpt._core.sites import warn_user
 from actckpt._core.warning_texts import WarningText
 
@@ -111,9 +111,9 @@ def replaced(modes: Modes) -> Iterator[None]:
 
 @contextmanager
 def without_own() -> Iterator[None]:
-    """Run the body without this package's own active modes."""
+    """Run the body without this package's own active modes, except on a simulated device, which consists of them."""
     active = _active()
-    _put(tuple([mode for mode in active if not _is_own(type(mode))]))
+    _put(tuple([mode for mode in active if simulated.is_simulated() or not _is_own(type(mode))]))
     try:
         yield
     finally:

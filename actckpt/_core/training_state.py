@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from actckpt import _C
-from actckpt._core import devices
+from actckpt._core import devices, simulated
 from actckpt._core.optimizers import trained_by
 from actckpt._core.random_state import tracker_states
 from actckpt._core.subclasses import plain_parts
@@ -41,7 +41,7 @@ class _Held:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._bytes = None if tensor.is_meta else tensor.detach().to("cpu", copy=True)
+        self._bytes = None if tensor.is_meta or simulated.is_simulated() else tensor.detach().to("cpu", copy=True)
 
     def is_changed(self) -> bool:
         if self._bytes is None:

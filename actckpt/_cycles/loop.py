@@ -70,13 +70,14 @@ class BudgetLoop:
     """The blocks of a model under a budget."""
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
-        self._model, self._forwards, self._config = model, forwards, config
-        self._settled = Settled()
+        self._model, self._forwards, self._config, self._settled = model, forwards, config, Settled()
         self._start()
-        self._hooks = [
-            model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            model.register_forward_hook(self._end, always_call=True),
-        ]
+        self.open()
+
+    def open(self) -> None:
+        """Watch the model, again after `close`."""
+        begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self._hooks = [begin, self._model.register_forward_hook(self._end, always_call=True)]
 
     def _start(self) -> None:
         self._infeasible = Infeasible(self._config.on_infeasible)
@@ -231,8 +232,7 @@ class BudgetLoop:
 
     def _begin_cycle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         accumulates = self._keys.has_gradients() and self._leftovers.count()
-        newly_compiled = [forward for forward in self._forwards.values() if forward.run_around_compiled()]
-        if newly_compiled:
+        if sum(forward.run_around_compiled() for forward in self._forwards.values()):
             self._kinds.forget()
         key = self._key = CycleKey(accumulates, self._keys.forward(args, kwargs))
         kind, self._is_smaller = self._kinds.find(key)

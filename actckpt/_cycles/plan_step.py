@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from actckpt._blocks.applied import forwards_in, patch, unpatch
+from actckpt._blocks.applied import CheckpointedForward, forwards_in, patch, unpatch
 from actckpt._budget.bandwidth import flush
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.fake_collectives import Exchanges, num_ranks
@@ -22,7 +22,7 @@ from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
 
-__all__ = ["planned"]
+__all__ = ["planned", "settled_loop"]
 
 #: More steps than the loop needs with all of its candidates, and until a cycle is measured.
 _MOST_STEPS, _MOST_MEASURED = 200, 4
@@ -33,6 +33,18 @@ def planned(
     step: Callable[[], object], model: torch.nn.Module, blocks: dict[str, torch.nn.Module], config: BudgetConfig
 ) -> Plan:
     """Return the fastest plan that fits. Raises the errors of `actckpt.plan`."""
+    plan = settled_loop(step, model, blocks, config)[0].plan
+    assert plan is not None
+    return plan
+
+
+def settled_loop(
+    step: Callable[[], object], model: torch.nn.Module, blocks: dict[str, torch.nn.Module], config: BudgetConfig
+) -> tuple[BudgetLoop, dict[str, CheckpointedForward]]:
+    """Run a step until the loop of a budget has settled; return the loop, closed, and the forwards of its blocks.
+
+    Everything is as before then. Raises the errors of `actckpt.plan`.
+    """
     checked = Step(step, "plan", model)
     state = TrainingState(model, config.optimizers)
     patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
@@ -62,9 +74,7 @@ def planned(
         unpatch({name: forward.block for name, forward in forwards.items()})
         state.put_back()
         flush(device_of(model))
-    plan = loop.plan
-    assert plan is not None
-    return plan
+    return loop, forwards
 
 
 def _repeat(step: Step, state: TrainingState, most: int, until: Callable[[], bool]) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from actckpt._blocks.applied import find_blocks
+from actckpt._budget.budget_config import BudgetConfig
 from actckpt._core import torch_private
+from actckpt._core.simulated import simulating
 from actckpt._core.sites import qualified_name
 from actckpt._core.steps import Step as CheckedStep
 from actckpt._core.storages import storages_of
+from actckpt._cycles.plan_step import planned
 from actckpt._estimate import kernels
 from actckpt._estimate.bandwidth import Link, Offloading
 from actckpt._estimate.fakes import Fakes
@@ -23,7 +27,9 @@ from actckpt._estimate.targets import Target
 from actckpt._offload.session import DEFAULT_MIN_BYTES
 from actckpt._text.sizes import parse_bytes
 from actckpt.blocks import apply, remove
+from actckpt.errors import PlanInfeasibleError
 from actckpt.memory import LiveStorages
+from actckpt.planner.plans import Plan
 
 __all__ = ["Figures", "Options", "Stepper", "explained"]
 
@@ -127,6 +133,26 @@ class Stepper:
             blocks=blocks,
             num_math_attention=clock.calls.get(kernels.MATH_ATTENTION, 0),
         )
+
+    def planned(self, step: Step, options: Mapping[str, Any], where: str) -> Plan:
+        """Return the fastest plan that fits a budget, by estimated costs, without offloading.
+
+        Args:
+            options: as in `actckpt.plan`.
+            where: the argument that has the budget, for errors.
+        Raises:
+            PlanInfeasibleError: no plan fits.
+        """
+        for parameter in self._parameters:
+            parameter.grad = None
+        blocks = find_blocks(self._model, options.get("blocks"), "estimate")
+        config = BudgetConfig.of({**options, "race": False}, self._optimizers)
+        clock = Clock(self._target)
+        try:
+            with clock, simulating(lambda: clock.seconds, self._target.memory_bytes), explained(self._model):
+                return planned(step, self._model, blocks, config)
+        except PlanInfeasibleError as error:
+            raise PlanInfeasibleError(f"{where}: {error}", error.smallest_bytes, error.holds) from None
 
     @contextlib.contextmanager
     def _applied(self, options: Options, clock: Clock) -> Iterator[int]:

@@ -223,6 +223,32 @@ def test_a_plan_and_a_budget_have_rows_of_their_own_also_with_an_optimizer(model
         actckpt.remove(model)
 
 
+def test_a_budget_is_timed_as_apply_runs_it_once_its_trials_are_over(model: nn.Module) -> None:
+    is_watched: list[bool] = []
+
+    def step() -> None:
+        is_watched.append(bool(model._forward_pre_hooks))
+        model(_x()).backward()
+
+    found = actckpt.compare(step, model=model, policies={"80 %": {"activation_budget": "80%"}}, rounds=3)
+    num_settling = len(is_watched) - 2 * (2 + 3)  # both rows: a first step, one for memory, three rounds
+    assert num_settling > 3 and all(is_watched[:num_settling])  # measured, fitted, tried
+    assert is_watched[num_settling:] == [False, False, True, True, *(3 * [False, True])]
+    assert found["80 %"].same_bits and not model._forward_pre_hooks
+
+
+def test_a_step_that_says_its_samples_or_tokens_has_their_rate(model: nn.Module) -> None:
+    def compared(**options: Any) -> actckpt.Comparison:
+        return actckpt.compare(lambda: model(_x()).backward(), model=model, policies={}, rounds=1, **options)
+
+    row = compared(samples=2, tokens=32).rows[0]
+    assert (row.samples_per_s, row.tokens_per_s) == (2 / row.seconds, 32 / row.seconds)
+    heads = [compared(**given).table().splitlines()[0] for given in ({}, {"samples": 2}, {"samples": 2, "tokens": 32})]
+    assert [("samples/s" in head, "tokens/s" in head) for head in heads] == [(False,) * 2, (True, False), (True,) * 2]
+    with pytest.raises(ValueError, match=r"^compare: tokens=0\. Pass a whole number from 1 on: of one step\.$"):
+        compared(tokens=0)
+
+
 def test_a_budget_that_nothing_fits_into_is_named(model: nn.Module) -> None:
     with pytest.raises(actckpt.errors.PlanInfeasibleError, match=r"^compare: policies\['tiny'\]: No plan ") as raised:
         actckpt.compare(lambda: model(_x()).backward(), model=model, policies={"tiny": {"activation_budget": "1%"}})

@@ -38,6 +38,19 @@ def test_the_result_says_what_this_torch_does(number: int, method: str, recorded
     assert _SCRIPT["outcome"](_PROBLEMS[number], method, seed=2) == recorded["figures"][str(number)][method]
 
 
+@pytest.mark.parametrize("kept", _SCRIPT["KEPT"])
+def test_kept_products_are_not_repeated_and_what_backward_does_not_read_is_freed(kept: str, recorded: Any) -> None:
+    matmuls = {
+        method: _SCRIPT["matmuls_and_bytes"](_SCRIPT["KEPT"][kept], call)
+        for method, call in _SCRIPT["MATMUL_METHODS"].items()
+    }
+    expected = {method: tuple(row) for method, row in recorded["matmuls"][kept].items()}
+    assert matmuls["actckpt"] == expected["actckpt"]
+    assert all(ours <= theirs for ours, theirs in zip(matmuls["actckpt"], matmuls["torch"], strict=True))
+    if torch.__version__ == recorded["versions"]["torch"]:
+        assert matmuls == expected
+
+
 def test_gradients_under_a_budget_use_the_mask_of_dropout_of_the_forward(recorded: Any) -> None:
     masks = _SCRIPT["masks_of_dropout"]()
     assert masks["actckpt"] == "the forward's mask"

@@ -90,6 +90,37 @@ def test_it_finds_the_largest_that_fits(what: str, script: str, capsys: pytest.C
         assert (json.loads(capsys.readouterr().out)["rows"][0]["total_peak_bytes"] <= 2**30) is fits
 
 
+def test_a_budget_without_a_search_is_a_row(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", script, "--budget", "21MiB", "--json", "--policy", "recompute"]) == 0
+    plain, recompute, planned = json.loads(capsys.readouterr().out)["rows"]
+    assert planned["name"] == "budget 21MiB"
+    assert recompute["total_peak_bytes"] < planned["total_peak_bytes"] <= 21 * 2**20 < plain["total_peak_bytes"]
+    assert cli.main(["estimate", script, "--budget", "1MiB"]) == 2
+    assert "No plan fits into 1.00 MiB" in capsys.readouterr().err
+
+
+def test_a_search_says_the_time_of_each_sample(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", script, "--find", "batch", "--budget", "1GiB", "--policy", "recompute"]) == 0
+    heads, plain, _, _ = capsys.readouterr().out.splitlines()
+    assert heads.split() == ["policy", "largest", "batch", "all", "step", "step", "/", "batch"]
+    _, size, _, _, step, unit, each, unit_of_each = plain.split()
+    factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+    assert float(each) * factor[unit_of_each] == pytest.approx(float(step) * factor[unit] / int(size), rel=0.01)
+
+
+def test_the_page_has_what_its_script_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/estimate.md").read_text()
+    script = tmp_path / "script.py"
+    script.write_text(next(block for block in page.split("```python\n") if "# script.py" in block).partition("```")[0])
+    words = ["estimate", str(script), "--seq", "4096"]
+    assert cli.main([*words, "--batch", "64", "--budget", "75GiB", "--policy", "recompute"]) == 0
+    rows = capsys.readouterr().out.splitlines()[:4]
+    assert cli.main([*words, "--find", "batch", "--policy", "none"]) == 0
+    rows.append(capsys.readouterr().out.splitlines()[1])
+    shown = [line.split() for line in page.splitlines()]
+    assert [row for row in rows if row.split() not in shown] == []
+
+
 def test_nothing_fits_and_says_so(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", script, "--find", "batch", "--budget", "1MiB", "--policy", "recompute"]) == 1
     assert capsys.readouterr().out.count("not even 1") == 2

@@ -56,6 +56,7 @@ def test_compare_measures_what_the_function_does(script: Path, capsys: pytest.Ca
         [getattr(row, name) for name in names] for row in expected.rows
     ]
     assert found["rounds"] == 1
+    assert found["rows"][0]["samples_per_s"] == 8 / found["rows"][0]["seconds"]
     assert cli.main(["compare", str(script), *words]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[:3]] == ["policy", "none", "recompute"]
 
