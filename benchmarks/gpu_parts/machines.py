@@ -24,7 +24,7 @@ _PLANNED_BYTES = 16 << 10
 
 @contextmanager
 def machine(*, is_rehearsal: bool) -> Iterator[Machine | None]:
-    """Yield the machine; None: there is no GPU. A rehearsal raises at the end if the program broke the device's order."""
+    """Yield the machine; None: there is no GPU. A rehearsal raises at the end what broke the order of streams."""
     accelerator = devices.available()
     if is_rehearsal:
         with _simulated() as simulated:
