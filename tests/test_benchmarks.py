@@ -222,7 +222,8 @@ def _check_rows_of_budgets(rows: dict[str, Any], plans: Path) -> None:
     }
     assert {part for part, _ in budgets} >= {"capped", "llama", "llama_compiled", "llama_8b", "vit", "llama_2k", "moe"}
     for row in budgets.values():
-        assert row["fits"] and row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
+        assert row["fits"] and row["is_settled"]
+        assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
         assert actckpt.Plan.load(plans / row["plan"]).costs.blocks
     assert rows["llama"]["smallest budget"]["bytes"] < rows["llama"]["plain"]["peak_allocated_bytes"]
     gradients = rows["gradients"]
@@ -332,3 +333,27 @@ def test_first_cycles_of_each_length_are_compared_with_plain_steps() -> None:
     for rows in figures.values():
         columns = zip(rows["least"], rows["median"], rows["most"], strict=True)
         assert all(0 < least <= median <= most for least, median, most in columns)
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_BENCHMARKS)
+        yield runpy.run_path(str(_BENCHMARKS / "published.py"))
+
+
+def test_models_of_published_tables_have_the_parameters_of_theirs(published: dict[str, Any]) -> None:
+    counts = {"ResNet-50": 25_557_032, "GoogLeNet": 6_624_904, "VGG-16": 138_357_544}
+    for name, count in counts.items():
+        with torch.device("meta"):
+            model = published["MODELS"][name][0]()
+        assert sum(parameter.numel() for parameter in model.parameters()) == count, name
+
+
+def test_plans_keep_the_shares_of_a_published_table(published: dict[str, Any]) -> None:
+    rows = published["published"]("Tree-LSTM", 1)["rows"]
+    assert [row["published_ratio"] for row in rows] == pytest.approx([1.651, 1.847, 2.091, 3.020], abs=1e-3)
+    planned = [row for row in rows if "predicted_ratio" in row]
+    assert [row["predicted_ratio"] for row in planned] == sorted(row["predicted_ratio"] for row in planned)
+    assert len(planned) == 3 and all(row["peak_share"] <= row["share"] for row in planned)
+    assert planned[-1]["share"] < rows[-1]["smallest_share"] + 0.2 and rows[-1]["share"] < rows[-1]["smallest_share"]

@@ -100,6 +100,7 @@ def _trl_checkpointed(model: nn.Module, blocks: Sequence[Any]) -> Context:
 def _torchtune(model: nn.Module, blocks: Sequence[Any]) -> Context:
     from torchtune.training import get_act_offloading_ctx_manager
 
+    vars(model)["output"] = model.get_submodule("lm_head")  # there it looks for the head, whose tensors stay
     context = get_act_offloading_ctx_manager(model, True)
     return lambda: context
 

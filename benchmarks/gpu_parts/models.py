@@ -100,14 +100,14 @@ class _Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.dim)
         self.layers = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
-        self.norm, self.head = nn.RMSNorm(sizes.dim), nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
+        self.norm, self.lm_head = nn.RMSNorm(sizes.dim), nn.Linear(sizes.dim, sizes.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (B, S) to (B, S, vocabulary)."""
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.head(self.norm(x))
+        out: Tensor = self.lm_head(self.norm(x))
         return out
 
 

@@ -28,8 +28,6 @@ __all__ = ["Bench", "actions_of", "compare_gradients", "differing"]
 _NO_BUDGET = 1 << 20
 #: Steps under a budget until all trials are done, at most; and steps without a change afterwards.
 _MOST_STEPS, _UNCHANGED = 48, 3
-#: The same in a rehearsal, where all steps take no time.
-_FEW_STEPS = 8
 #: The first steps of a structure are audited, which takes memory.
 _WARM_UPS = 3
 #: Steps that are measured for a row, and the least milliseconds of a turn: energy counters are coarse.
@@ -167,9 +165,8 @@ class Bench:
 
     def _settle(self, training: _Training, budget: int | str, most_steps: int) -> Row:
         """Train under a budget until the trials are done; save the plan."""
-        if self.rows.machine.is_rehearsal:
-            most_steps = min(most_steps, _FEW_STEPS)
-        actckpt.apply(training.model, budget=budget, optimizer=self._optimizer)
+        races = not self.rows.machine.is_rehearsal  # there all steps take no time
+        actckpt.apply(training.model, budget=budget, optimizer=self._optimizer, race=races)
         peaks, plan, num_unchanged = [], None, 0
         while len(peaks) < most_steps and num_unchanged < _UNCHANGED:
             peaks.append(self.rows.run(training.step)["peak_allocated_bytes"])
