@@ -67,7 +67,8 @@ def link(rows: Rows, plans: Path) -> None:
 
 def capped(rows: Rows, plans: Path) -> None:
     """Train under budgets in a process that may not allocate more, and a step for which memory is short."""
-    for name, sizes in (("8 blocks", LLAMA), ("large head", _LARGE_HEAD)):
+    models = (("8 blocks", LLAMA), ("large head", _LARGE_HEAD))
+    for name, sizes in models[:1] if rows.machine.is_rehearsal else models:
         bench = Bench(rows, _sizes(rows, sizes), name, plans)
         bench.run([PLAIN])
         bench.run(_few(rows, budgets((0.0, 0.15, 0.5))), is_capped=True)
@@ -113,7 +114,8 @@ def moe(rows: Rows, plans: Path) -> None:
 
 def long_context(rows: Rows, plans: Path) -> None:
     """Sequences of 32k, 64k and 128k tokens, in 70 GiB."""
-    for tokens, layers in ((32768, 8), (65536, 8), (131072, 4)):
+    lengths = ((32768, 8), (65536, 8), (131072, 4))
+    for tokens, layers in lengths[:1] if rows.machine.is_rehearsal else lengths:
         sizes = _sizes(rows, LLAMA._replace(tokens=tokens, layers=layers, vocabulary=4096))
         with rows.machine.capped(_LONG_BYTES):
             bench = Bench(rows, sizes, f"{tokens} tokens", plans)
