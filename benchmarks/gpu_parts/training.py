@@ -62,8 +62,9 @@ class Bench:
     def __init__(self, rows: Rows, sizes: Sizes, name: str, plans: Path, *, trains: bool = False) -> None:
         self.rows, self.sizes, self.name, self._plans = rows, sizes, name, plans
         self.built = build(sizes, rows.machine.device)
-        #: States in the parameters' dtype.
-        self._optimizer = torch.optim.AdamW(self.built.model.parameters(), foreach=True) if trains else None
+        #: States in the parameters' dtype; fused, it needs no memory beside them.
+        fused = {} if rows.machine.is_rehearsal else {"fused": True}
+        self._optimizer = torch.optim.AdamW(self.built.model.parameters(), **fused) if trains else None
         self.trainings: dict[str, _Training] = {}
         self.plain_bytes = self.smallest_bytes = 0
 
