@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from actckpt.demo import LanguageModel
 
-__all__ = ["MODELS", "UNet", "ViT"]
+__all__ = ["MODELS", "MoE", "UNet", "ViT"]
 
 
 class _ViTBlock(nn.Module):
@@ -114,7 +114,9 @@ class _MoEBlock(_ViTBlock):
         return x + self.mlp(self.norm2(x))
 
 
-class _MoE(nn.Module):
+class MoE(nn.Module):
+    """A decoder with four experts in each block, on 256 different tokens."""
+
     def __init__(self, dim: int = 128, heads: int = 4, layers: int = 6) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, dim)
@@ -145,7 +147,7 @@ def _unet() -> tuple[nn.Module, Callable[[], object]]:
 
 
 def _moe() -> tuple[nn.Module, Callable[[], object]]:
-    model, tokens = _MoE(), torch.randint(256, (8, 256))
+    model, tokens = MoE(), torch.randint(256, (8, 256))
     return model, lambda: functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
 
 

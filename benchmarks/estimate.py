@@ -4,7 +4,7 @@
 
 1. Held bytes and peak of five models under three policies: estimated for the CPU, and counted in steps that ran.
 2. The largest batch whose peak fits a limit: estimated, and found by running steps.
-3. Models of `gpu_budgets.py`, beside what its results say that GPUs needed: bytes of their allocator, milliseconds.
+3. Models of `gpu_parts`, beside what results say that GPUs needed: bytes of their allocator, milliseconds.
 
        python benchmarks/estimate.py --parts devices --measured RESULT.json --out OTHER.json
 
@@ -193,28 +193,28 @@ def compare_batches(*, limit_bytes: int, policy: Any) -> dict[str, Any]:
 
 
 def compare_devices(results: list[Path], names: list[str]) -> list[dict[str, Any]]:
-    """Estimate models of `gpu_budgets.py`, whole steps with their parameters, for the GPUs of its results.
+    """Estimate models of `gpu_parts`, whole steps with their parameters, for the GPUs of results.
 
     Returns:
         A row per result, model and policy that was measured.
     """
-    import gpu_models
+    from gpu_parts import models
 
+    all_sizes = {"llama": models.LLAMA, "vit": models.VIT, "unet": models.UNET}
     rows = []
     for path in results:
         result = json.loads(path.read_text())
-        gpu, figures = result["machine"]["gpu"], result["figures"]
-        for name in [name for name in names if name in figures]:
-            made = gpu_models.made(name, gpu_models.REAL, torch.device("meta"))
-            if made.kind != figures[name]["plain"]["model"]:
-                raise RuntimeError(
-                    f"{path} has {name} from {figures[name]['plain']['model']}, and here is {made.kind}."
-                )
-            choices = figures["choices"] if name == "llama" else {}
-            measured = {"none": choices.get("nothing", figures[name]["plain"]), "recompute": choices.get("recompute")}
+        for name in names:
+            measured = _measured_steps(result, name)
+            if not measured:
+                continue
+            built = models.build(all_sizes[name], torch.device("meta"))
+            if built.kind != measured["none"]["model"]:
+                raise RuntimeError(f"{path} has {name} from {measured['none']['model']}, and here is {built.kind}.")
+            gpu = measured["none"]["versions"]["gpu"]
             found = actckpt.estimate(
-                lambda made=made: made.loss().backward(),
-                model=made.model,
+                lambda built=built: built.loss(built.model).backward(),
+                model=built.model,
                 target="h200" if "H200" in gpu else "h100",
                 policies={"recompute": "recompute"},
             )
@@ -224,15 +224,33 @@ def compare_devices(results: list[Path], names: list[str]) -> list[dict[str, Any
                     "model": name,
                     "policy": policy,
                     "estimated_peak_bytes": found[policy].total_peak_bytes,
-                    "measured_peak_bytes": row["peak_bytes"],
+                    "measured_peak_bytes": row["peak_allocated_bytes"],
                     "estimated_ms": 1e3 * found[policy].seconds,
-                    "measured_ms": row["ms"],
-                    "measured_with": result["versions"],
+                    "measured_ms": row["device_ms"],
+                    "measured_with": row["versions"],
                 }
                 for policy, row in measured.items()
-                if row is not None
             ]
     return rows
+
+
+def _measured_steps(result: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """Return the rows of a model without and with `recompute`, of `gpu_run.py` or in the form used before."""
+    if "parts" in result:
+        rows = result["parts"].get(name, {}).get("rows", {})
+        named = {"none": rows.get("plain"), "recompute": rows.get("actckpt checkpoint")}
+        return {policy: row for policy, row in named.items() if row is not None and "peak_allocated_bytes" in row}
+    figures = result["figures"]
+    if name not in figures:
+        return {}
+    choices, plain = figures["choices"] if name == "llama" else {}, figures[name]["plain"]
+    common = {"model": plain["model"], "versions": {"gpu": result["machine"]["gpu"], **result["versions"]}}
+    named = {"none": choices.get("nothing", plain), "recompute": choices.get("recompute")}
+    return {
+        policy: {"peak_allocated_bytes": row["peak_bytes"], "device_ms": row["ms"], **common}
+        for policy, row in named.items()
+        if row is not None
+    }
 
 
 class LongChatBlock(nn.Module):
@@ -351,7 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--scale", type=int, default=4, help="size of the models that run")
     parser.add_argument("--tokens", type=int, default=16384, help="of the longchat shape")
     parser.add_argument("--parts", nargs="+", default=_PARTS, choices=_PARTS, help="what to find out")
-    parser.add_argument("--measured", nargs="+", type=Path, default=[], help="results of gpu_budgets.py, for devices")
+    parser.add_argument("--measured", nargs="+", type=Path, default=[], help="results of a GPU, for devices")
     parser.add_argument("--models", nargs="+", default=["llama", "vit", "unet"], help="of them, for devices")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args(arguments)

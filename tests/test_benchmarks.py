@@ -1,5 +1,6 @@
 """Benchmarks that are scripts run, at toy size, and what they show holds there too."""
 
+import importlib
 import json
 import runpy
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import actckpt
 
 _BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 _SIZE, _PATHS = 32, 10
@@ -47,113 +50,117 @@ def test_script_prints_every_method_for_both_orders(
 
 
 @pytest.fixture(scope="module")
-def gpu_offload() -> dict[str, Any]:
-    return runpy.run_path(str(_BENCHMARKS / "gpu_offload.py"))
+def gpu_parts() -> Iterator[dict[str, Any]]:
+    """The modules of `benchmarks/gpu_parts` by name."""
+    names = ("__main__", "methods", "models", "rows", "training")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_BENCHMARKS)
+        yield {name: importlib.import_module(f"gpu_parts.{name}") for name in names}
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_torchs_selective_checkpoint_keeps_the_matmuls_that_the_models_run(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, gpu_parts: dict[str, Any]
 ) -> None:
-    monkeypatch.syspath_prepend(_BENCHMARKS)
-    kept = runpy.run_path(str(_BENCHMARKS / "gpu_beside.py"))["KEPT_BY_TORCH"]
-    models = runpy.run_path(str(_BENCHMARKS / "gpu_models.py"))
-    made = models["made"](name, models["TOY"], torch.device("cpu"))
+    models = gpu_parts["models"]
+    built = models.build(models.toy({"llama": models.LLAMA, "vit": models.VIT}[name]), torch.device("cpu"))
     with torch.profiler.profile() as profile:
-        made.loss()
+        built.loss(built.model)
     matmuls = {event.key for event in profile.key_averages() if event.key.removeprefix("aten::") in _MATMULS}
-    assert matmuls and matmuls <= {operator.name().partition(".")[0] for operator in kept}
+    assert matmuls and {name.removeprefix("aten::") for name in matmuls} <= set(gpu_parts["methods"].MATMULS)
 
 
-@pytest.mark.parametrize("name", ["gpu_offload", "gpu_te", "gpu_budgets"])
-def test_gpu_benchmarks_explain_themselves_and_measure_nothing_without_a_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_parts_explain_themselves_and_measure_nothing_without_a_gpu(
+    gpu_parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(_BENCHMARKS)
-    main = runpy.run_path(str(_BENCHMARKS / f"{name}.py"))["main"]
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    main = gpu_parts["__main__"].main
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # put back afterwards
+    monkeypatch.setattr(sys, "argv", ["gpu_parts", "--help"])
     with pytest.raises(SystemExit) as leaving:
         main()
-    assert leaving.value.code == 0 and "--minutes" in capsys.readouterr().out
+    assert leaving.value.code == 0 and "--seconds" in capsys.readouterr().out
     if not torch.cuda.is_available():
-        monkeypatch.setattr(sys, "argv", [name, "--out", str(tmp_path / "out.json")])
+        monkeypatch.setattr(sys, "argv", ["gpu_parts", "llama", "--out", str(tmp_path / "out")])
         assert main() == 0
-        assert "nothing measured" in capsys.readouterr().out and not (tmp_path / "out.json").exists()
+        assert "nothing measured" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+def test_methods_train_copies_that_share_parameters(gpu_parts: dict[str, Any]) -> None:
+    models, methods = gpu_parts["models"], gpu_parts["methods"]
+    built = models.build(models.toy(models.LLAMA), torch.device("cpu"))
+    copies = [models.shared_copy(built.model) for _ in range(2)]
+    for copy in copies:
+        assert all(a is b for a, b in zip(copy.parameters(), built.model.parameters(), strict=True))
+    methods.CHECKPOINT.prepare(copies[0], built.blocks(copies[0]))
+    changed = ["forward" in vars(built.blocks(model)[0]) for model in (copies[0], copies[1], built.model)]
+    assert changed == [True, False, False]
+
+
+def _out_of_memory() -> dict[str, Any]:
+    try:
+        raise torch.OutOfMemoryError("no room")
+    except torch.OutOfMemoryError as error:
+        raise ValueError("the block does not run") from error
 
 
 def _raise() -> dict[str, Any]:
     raise RuntimeError("CUDA error: out of luck")
 
 
-def test_a_gpu_part_that_fails_or_has_no_time_is_written_down_and_the_rest_goes_on(
-    gpu_offload: dict[str, Any], tmp_path: Path
+def _not_installed() -> dict[str, Any]:
+    importlib.import_module("a_library_that_nobody_has")
+    return {}
+
+
+class _Cpu:
+    """The CPU in the place of a device."""
+
+    device = torch.device("cpu")
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__}
+
+    def calibration(self) -> dict[str, float]:
+        return {"launch_us": 1.0}
+
+    def free_memory(self) -> None:
+        pass
+
+
+def test_a_row_that_fails_or_has_no_time_is_written_down_and_the_rest_goes_on(
+    gpu_parts: dict[str, Any], tmp_path: Path
 ) -> None:
-    part, out = gpu_offload["Part"], tmp_path / "new folder" / "out.json"
-    report = gpu_offload["Report"](out, {"layers": 2})
+    path = tmp_path / "new folder" / "part.jsonl"
+    rows = gpu_parts["rows"].Rows(path, _Cpu(), time.monotonic() + 60)
     written: list[Any] = []
 
     def look() -> dict[str, Any]:
-        written.append(json.loads(out.read_text()))
+        written.extend(json.loads(line) for line in path.read_text().splitlines())
         return {"bytes": 3}
 
-    report.run([part("a", "one", _raise), part("a", "two", look)], time.monotonic() + 60)
-    report.run([part("b", "three", look)], time.monotonic() - 1)
-    assert "out of luck" in written[0]["figures"]["a"]["one"]["failed"], "known before the next part begins"
-    found = json.loads(out.read_text())
-    assert found["layers"] == 2 and found["figures"]["a"]["two"]["bytes"] == 3
-    assert found["figures"]["b"] == {"three": {"skipped": "out of time"}}
-    assert report.failed == ["a, one"] and len(written) == 1
+    assert rows.part == "part" and rows.measure("one", _raise) is None
+    assert rows.measure("two", look, size=2) == {"bytes": 3}
+    assert rows.measure("three", _out_of_memory) is None and rows.measure("four", _not_installed) is None
+    rows.deadline = time.monotonic() - 1
+    assert rows.measure("five", look) is None
+    assert "out of luck" in written[0]["failed"] and len(written) == 1, "known before the next row begins"
+    found = {row["row"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert (found["two"]["bytes"], found["two"]["size"]) == (3, 2)
+    assert "the block does not run" in found["three"]["out_of_memory"]
+    assert found["four"]["not_installed"] == "a_library_that_nobody_has" and found["five"]["skipped"] == "out of time"
+    assert all(row["versions"] == {"torch": torch.__version__} and row["host"] for row in found.values())
+    assert rows.failed == ["one"]
 
 
-@pytest.mark.parametrize("missing", ["copies", "row", "base", "nothing"])
-def test_the_hidden_share_needs_its_parts(gpu_offload: dict[str, Any], missing: str) -> None:
-    good = {"loop": {"out": 1e9, "back": 1e9}}
-    figures = {
-        "copies, pinned": {"64 MiB": {"failed": "x"} if missing == "copies" else good},
-        "training": {
-            "offload": {"skipped": "x"} if missing == "row" else {"step_ms": 120.0, "moved_bytes_per_step": 10**8},
-            "plain": {"out_of_memory": True} if missing == "base" else {"step_ms": 100.0},
-        },
-    }
-    found = gpu_offload["_hidden"](figures, "training", "offload", "plain")
-    if missing == "nothing":
-        assert found == {"copy_ms": pytest.approx(200.0), "hidden_share": pytest.approx(0.9)}
-    else:
-        assert found["hidden_share"] is None and found["because"]
-
-
-@pytest.fixture(scope="module")
-def gpu_budgets() -> Iterator[dict[str, Any]]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(_BENCHMARKS)
-        yield runpy.run_path(str(_BENCHMARKS / "gpu_budgets.py"))
-
-
-def test_gpu_parts_come_in_the_order_of_their_value_and_make_no_model(
-    gpu_offload: dict[str, Any], gpu_budgets: dict[str, Any]
-) -> None:
-    parts = list(gpu_offload["plan"](8, [8192, 32768], 6, "folder", {}))
-    assert len({(part.section, part.name) for part in parts}) == len(parts)
-    of_tokens = ("training", "hidden copies", "bounds of peaks")
-    sections = [f"{section}, {tokens} tokens" for tokens in (8192, 32768) for section in of_tokens]
-    assert list(dict.fromkeys(part.section for part in parts)) == ["copies, pinned", *sections, "copies, disk"]
-    parts = list(gpu_budgets["parts"](gpu_budgets["REAL"], 15, 5, 8))
-    assert len({(part.section, part.name) for part in parts}) == len(parts)
-    sections = ["llama", "choices", "in turns", "other budgets", "gradients", "estimate", "vit", "unet"]
-    assert list(dict.fromkeys(part.section for part in parts)) == sections
-    assert [part.name for part in parts[:3]] == ["plain", "smallest", "budget 1"]
-    assert [part.name for part in parts if part.section == "gradients"] == [
-        *("budget 1", "budget 5", "budget 8", "budget 11", "budget 15")
+def test_medians_are_those_of_steps_and_peaks_the_highest(gpu_parts: dict[str, Any]) -> None:
+    steps = [
+        {"peak_allocated_bytes": peak, "device_ms": ms, "joules": None} for peak, ms in ((3, 1.0), (5, 9.0), (4, 2.0))
     ]
+    assert gpu_parts["rows"].medians(steps) == {"peak_allocated_bytes": 5, "device_ms": 2.0, "joules": None}
 
 
-def test_budgets_are_evenly_between_the_smallest_and_the_plain_peak(gpu_budgets: dict[str, Any]) -> None:
-    assert gpu_budgets["spread"](100, 200, 5) == [100, 125, 150, 175, 200]
-    assert gpu_budgets["spread"](100, 200, 1) == [100]
-
-
-def test_gradients_are_compared_bit_for_bit(gpu_budgets: dict[str, Any]) -> None:
-    compare = gpu_budgets["same_gradients"].__globals__["_differing"]
+def test_gradients_are_compared_bit_for_bit(gpu_parts: dict[str, Any]) -> None:
+    compare = gpu_parts["training"].differing
     expected = {"a": torch.tensor([0.0, 1.0]), "b": torch.tensor([float("nan")])}
     assert compare({name: tensor.clone() for name, tensor in expected.items()}, expected) == {}
     assert compare({**expected, "a": torch.tensor([-0.0, 1.0])}, expected) == {"a": 0.0}
@@ -163,83 +170,94 @@ def test_gradients_are_compared_bit_for_bit(gpu_budgets: dict[str, Any]) -> None
 
 
 @pytest.fixture(scope="module")
-def gpu_suite() -> dict[str, Any]:
-    return runpy.run_path(str(_BENCHMARKS / "gpu_suite.py"))
+def gpu_run() -> dict[str, Any]:
+    return runpy.run_path(str(_BENCHMARKS / "gpu_run.py"))
 
 
-def test_the_gpu_suite_is_rehearsed_without_hardware(gpu_suite: dict[str, Any], tmp_path: Path) -> None:
-    command = [sys.executable, str(_BENCHMARKS / "gpu_suite.py"), "--rehearse", "--out", str(tmp_path)]
+def test_the_gpu_run_is_rehearsed_without_hardware(gpu_run: dict[str, Any], tmp_path: Path) -> None:
+    command = [sys.executable, str(_BENCHMARKS / "gpu_run.py"), "--rehearse", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = [part.name for part in gpu_suite["parts"](rehearses=True)]
-    assert names == [part.name for part in gpu_suite["parts"](rehearses=False)]
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in names}
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names)
-    assert all(each["exit_status"] == 0 for each in found.values())
-
-    loops = found["bandwidth"]["result"]["figures"]["copies, pinned"]
-    assert all(row["share"]["out"] == pytest.approx(1.0) for row in loops.values())
-    figures = found["frontier"]["result"]["figures"]
-    rows = figures["training, 64 tokens"]
-    assert {"plain", "offload", "torch checkpoint", "keeps matmuls", "half of the activations"} <= set(rows)
-    plain = rows["plain"]["peak_allocated_bytes"]
-    assert all(0 < row["peak_allocated_bytes"] < plain for name, row in rows.items() if name != "plain")
-    assert all(row["within"] is True for row in figures["bounds of peaks, 64 tokens"].values())
-    assert all(0 <= row["hidden_share"] <= 1 for row in figures["hidden copies, 64 tokens"].values())
-    _check_budgets(found["budgets"]["result"]["figures"])
-    assert "training, 128 tokens" in found["long_context"]["result"]["figures"]
-    assert set(found["disk"]["result"]["figures"]) == {"copies, disk"}
-    assert "nothing measured" in found["transformer_engine"]["output"] and "skipped" in found["tests"]["output"]
+    names = [part.name for part in gpu_run["parts"](is_rehearsal=True)]
+    assert names == [part.name for part in gpu_run["parts"](is_rehearsal=False)]
+    found = json.loads((tmp_path / "result.json").read_text())["parts"]
+    assert list(found) == names and all(part["exit_status"] == 0 for part in found.values())
+    assert "skipped" in found["gpu_tests"]["output"] and "passed" in found["contract_tests"]["output"]
+    rows = {name: part["rows"] for name, part in found.items() if "rows" in part}
+    assert rows.keys() == set(names) - {"build", "gpu_tests", "contract_tests"}
+    for part in rows.values():
+        assert all(row["host"]["launch_us"] > 0 and row["versions"]["torch"] for row in part.values())
+    _check_rows_of_methods(rows)
+    _check_rows_of_budgets(rows, tmp_path / "plans")
 
 
-def _check_budgets(figures: dict[str, Any]) -> None:
-    """What holds of budgets on the simulated device, where computing takes no time."""
-    llama = figures["llama"]
-    assert list(llama) == ["plain", "smallest", "budget 1", "budget 2"]
-    assert llama["smallest"]["bytes"] == llama["budget 1"]["budget_bytes"]
-    assert llama["plain"]["peak_bytes"] == llama["budget 2"]["budget_bytes"]
-    rows = [llama["budget 1"], llama["budget 2"], *figures["other budgets"].values()]
-    for row in rows:
-        assert row["fits"] and 0 < row["peak_bytes"] <= row["budget_bytes"]
-        assert row["peak_to_predicted"] == pytest.approx(1.0, abs=0.1) and row["left_bytes"] == 0
-        assert sum(row["actions"]["values"].values()) == sum(rows[0]["actions"]["values"].values())
-    assert llama["budget 1"]["peak_bytes"] < llama["budget 2"]["peak_bytes"]
-    assert "recompute" in llama["budget 1"]["actions"]["values"]
-    assert set(figures["other budgets"]["budget='auto'"]["actions"]["values"]) == {"keep"}
-    assert all(row["same_bits"] for row in figures["gradients"].values()) and len(figures["gradients"]) == 6
-    beside = figures["in turns"]["round 1"]["by_now"]
-    assert all({"ratio_to_best_simple", "to"} <= set(row) for row in beside.values())
-    assert set(beside["budget 1"]["to"]) == {"torch checkpoint", "torch selective, keeps matmuls"}
-    assert figures["estimate"]["llama"]["recompute"]["to_peak"] == pytest.approx(1.0, abs=0.1)
-    assert set(figures["vit"]) == set(figures["unet"]) == {"plain", "smallest", "budget 1"}
+def _check_rows_of_methods(rows: dict[str, Any]) -> None:
+    """What holds of methods on the simulated device, where computing takes no time."""
+    assert all(row["share"]["out"] == pytest.approx(1.0) for row in rows["link"].values())
+    llama = rows["llama"]
+    plain = llama["plain"]["peak_allocated_bytes"]
+    for name in ("torch checkpoint", "torch selective, keeps matmuls", "actckpt checkpoint", "save_on_cpu"):
+        row = llama[name]
+        assert 0 < row["peak_allocated_bytes"] < plain and row["peak_reserved_bytes"] >= row["peak_allocated_bytes"]
+        assert row["host_ms"] > 0 and row["device_ms"] >= 0 and row["joules"] is None
+        assert llama[f"round 1, {name}"]["host_ms"] > 0
+    assert llama["actckpt checkpoint, offloaded inputs"]["moved_bytes"] > 0
+    for name, library in (("TRL offload", "trl"), ("torchtune offload", "torchtune"), ("Unsloth", "unsloth_zoo")):
+        assert "peak_allocated_bytes" in llama[name] or llama[name]["not_installed"] == library
+    compiled = rows["llama_compiled"]
+    by_budget = compiled["compiled, activation_memory_budget=0.2"]["peak_allocated_bytes"]
+    assert by_budget < compiled["compiled"]["peak_allocated_bytes"] < compiled["plain"]["peak_allocated_bytes"]
+    assert all(row["compiled_graphs"] > 0 for name, row in compiled.items() if name.startswith("compiled"))
+    assert rows["llama_8b"]["rate, torch checkpoint"]["mfu"] is None
+    assert "not_installed" in rows["transformer_engine"]["TransformerEngine"]
 
 
-def test_the_parts_of_the_gpu_suite_fit_into_nine_minutes_even_where_each_takes_all_of_its_time(
-    gpu_suite: dict[str, Any],
+def _check_rows_of_budgets(rows: dict[str, Any], plans: Path) -> None:
+    """Budgets hold on the simulated device, and plans and their costs are saved."""
+    budgets = {
+        (part, name): row
+        for part, part_rows in rows.items()
+        for name, row in part_rows.items()
+        if "budget_bytes" in row
+    }
+    assert {part for part, _ in budgets} >= {"capped", "llama", "llama_compiled", "llama_8b", "vit", "llama_2k", "moe"}
+    for row in budgets.values():
+        assert row["fits"] and row["is_settled"]
+        assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
+        assert actckpt.Plan.load(plans / row["plan"]).costs.blocks
+    assert rows["llama"]["smallest budget"]["bytes"] < rows["llama"]["plain"]["peak_allocated_bytes"]
+    gradients = rows["gradients"]
+    assert len(gradients) == len({row["plan"] for row in budgets.values()})
+    assert all(row["same_bits"] for row in gradients.values())
+
+
+def test_the_parts_of_the_gpu_run_fit_into_nine_minutes_even_if_each_takes_all_of_its_time(
+    gpu_run: dict[str, Any],
 ) -> None:
-    limits = [part.seconds for part in gpu_suite["parts"](rehearses=False)]
-    assert sum(limits) < gpu_suite["_SECONDS"] == 9 * 60
+    limits = [part.seconds for part in gpu_run["parts"](is_rehearsal=False)]
+    assert sum(limits) < gpu_run["_SECONDS"] == 9 * 60
 
 
-def test_a_part_of_the_suite_that_fails_hangs_or_has_no_time_is_written_down(
-    gpu_suite: dict[str, Any], tmp_path: Path
-) -> None:
-    part, python = gpu_suite["Part"], sys.executable
-    hangs = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text('{\"known\": 3}'); time.sleep(9999)"
+def test_a_part_that_fails_hangs_or_has_no_time_is_written_down(gpu_run: dict[str, Any], tmp_path: Path) -> None:
+    part, python = gpu_run["Part"], sys.executable
+    hangs = """import pathlib, sys, time
+pathlib.Path(sys.argv[1], "hangs.jsonl").write_text('{"row": "known", "bytes": 3}\\n{"row": "cut')
+time.sleep(9999)"""
     parts = [
         part("raises", [python, "-c", "raise ValueError('no luck')"], 999),
         part("missing", [str(tmp_path / "no program")], 999),
-        part("hangs", [python, "-c", hangs, "{result}"], 5),
+        part("hangs", [python, "-c", hangs, "{out}"], 5),
         part("good", [python, "-c", "print('all well')"], 999),
     ]
-    assert gpu_suite["run"](parts, tmp_path / "out", 9999) == ["raises", "missing", "hangs"]
-    found = {each.name: json.loads((tmp_path / "out" / f"{each.name}.json").read_text()) for each in parts}
+    assert gpu_run["run"](parts, tmp_path / "out", 9999) == ["raises", "missing", "hangs"]
+    found = json.loads((tmp_path / "out" / "result.json").read_text())["parts"]
     assert found["raises"]["error"] == "exit status 1: ValueError: no luck"
     assert "FileNotFoundError" in found["missing"]["error"]
-    assert "time limit" in found["hangs"]["error"] and found["hangs"]["result"] == {"known": 3}
+    assert "time limit" in found["hangs"]["error"] and found["hangs"]["rows"] == {"known": {"bytes": 3}}
     assert "error" not in found["good"] and "all well" in found["good"]["output"]
-    assert gpu_suite["run"](parts[3:], tmp_path / "late", 0) == ["good"]
-    assert "out of time" in json.loads((tmp_path / "late" / "good.json").read_text())["error"]
+    assert gpu_run["run"](parts[3:], tmp_path / "late", 0) == ["good"]
+    late = json.loads((tmp_path / "late" / "result.json").read_text())["parts"]
+    assert "out of time" in late["good"]["error"]
 
 
 def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: Path) -> None:
@@ -315,3 +333,27 @@ def test_first_cycles_of_each_length_are_compared_with_plain_steps() -> None:
     for rows in figures.values():
         columns = zip(rows["least"], rows["median"], rows["most"], strict=True)
         assert all(0 < least <= median <= most for least, median, most in columns)
+
+
+@pytest.fixture(scope="module")
+def published() -> Iterator[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_BENCHMARKS)
+        yield runpy.run_path(str(_BENCHMARKS / "published.py"))
+
+
+def test_models_of_published_tables_have_the_parameters_of_theirs(published: dict[str, Any]) -> None:
+    counts = {"ResNet-50": 25_557_032, "GoogLeNet": 6_624_904, "VGG-16": 138_357_544}
+    for name, count in counts.items():
+        with torch.device("meta"):
+            model = published["MODELS"][name][0]()
+        assert sum(parameter.numel() for parameter in model.parameters()) == count, name
+
+
+def test_plans_keep_the_shares_of_a_published_table(published: dict[str, Any]) -> None:
+    rows = published["published"]("Tree-LSTM", 1)["rows"]
+    assert [row["published_ratio"] for row in rows] == pytest.approx([1.651, 1.847, 2.091, 3.020], abs=1e-3)
+    planned = [row for row in rows if "predicted_ratio" in row]
+    assert [row["predicted_ratio"] for row in planned] == sorted(row["predicted_ratio"] for row in planned)
+    assert len(planned) == 3 and all(row["peak_share"] <= row["share"] for row in planned)
+    assert planned[-1]["share"] < rows[-1]["smallest_share"] + 0.2 and rows[-1]["share"] < rows[-1]["smallest_share"]

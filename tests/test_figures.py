@@ -390,6 +390,17 @@ def test_known_problems_are_those_of_the_results() -> None:
     assert script["matmul_table"](_figures("known_problems", "matmuls")) in page.read_text()
 
 
+def test_published_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_ROOT / "benchmarks")
+    published, figures = runpy.run_path(str(_ROOT / "benchmarks/published.py")), _figures("published")
+    page = (_ROOT / "docs/benchmarks.md").read_text()
+    assert published["table"](figures) in page and published["partitioner_table"](figures) in page
+    rows = [row for found in figures["models"].values() for row in found["rows"] if "peak_share" in row]
+    assert len(rows) >= 25 and all(row["peak_share"] <= row["share"] for row in rows)
+    planned = [row for row in figures["activation_memory_budget"]["rows"] if "peak_share" in row]
+    assert planned and all(row["peak_share"] <= row["budget"] for row in planned)
+
+
 def test_every_result_is_cited_by_a_page_or_checked_here() -> None:
     pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
     text = "".join(page.read_text() for page in pages)

@@ -1,7 +1,7 @@
 """TransformerEngine itself: gradients and FP8 state of ours equal plain training bit for bit.
 
 Skipped without a GPU or without TransformerEngine. Writes what it found, te.checkpoint's differences included, to the
-file that ACTCKPT_TE_RESULTS names. `python benchmarks/gpu_te.py` runs this and the benchmark.
+file that ACTCKPT_TE_RESULTS names.
 """
 
 from __future__ import annotations
