@@ -26,10 +26,10 @@ import torch
 from budget_models import MODELS
 
 import actckpt
+from actckpt._blocks.applied import applied_blocks
 from actckpt._budget.running import Candidate
 from actckpt._budget.simple import simple_plans
 from actckpt._core.training_state import TrainingState
-from actckpt.comparison import _forwards as forwards_with
 
 
 def _interval(ratios: list[float]) -> list[float]:
@@ -49,7 +49,11 @@ class _Bench:
 
     def candidate(self, plan: actckpt.Plan | None, name: str = "") -> Candidate:
         """Return a way to run the step, with its peak."""
-        forwards = {} if plan is None else forwards_with(self.model, {"policy": plan})
+        forwards = {}
+        if plan is not None:
+            actckpt.apply(self.model, policy=plan)
+            forwards = {block: block.forward for block in applied_blocks(self.model).values()}
+            actckpt.remove(self.model)
         found = Candidate(name, self.model, forwards, self.step, self.state)
         found.run()
         found.measure_memory()
