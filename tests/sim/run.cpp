@@ -75,7 +75,7 @@ Report run_on_mock_cuda(std::uint64_t seed, const std::string& without, std::uin
   const auto backend = std::make_shared<cuda::CudaBackend>(driver.table());
   const auto pool = std::make_shared<Pool>(random_pool(&world), backend.get());
   const auto tier = random_tier(&world);
-  auto engine = std::make_shared<DeviceEngine>(backend, pool, config, Below{tier, backend.get(), nullptr},
+  auto engine = std::make_shared<DeviceEngine>(backend, pool, config, Below{tier, backend.get()},
                                                [&world](auto&) { world.step(); });
   if (fail_at > 0) {
     driver.fail_at(fail_at, code);

@@ -100,10 +100,10 @@ struct DeviceConfig {
 
 // What lies below pinned memory.
 struct Below {
-  std::shared_ptr<Tier> tier;          // null: nothing
-  SlabRegistrar* registrar = nullptr;  // pins bounce buffers; must outlive the engine
-  std::function<void()> wake;          // a copy is pending: call `advance` until it returns false
-  std::function<bool()> help;          // runs a copy of a worker in this thread; false: there is none
+  std::shared_ptr<Tier> tier;            // null: nothing
+  SlabRegistrar* registrar = nullptr;    // pins bounce buffers; must outlive the engine
+  std::function<void()> wake = nullptr;  // a copy is pending: call `advance` until it returns false
+  std::function<bool()> help = nullptr;  // runs a copy of a worker in this thread; false: there is none
 };
 
 struct DeviceStats {
