@@ -71,7 +71,7 @@ NAMES: dict[str, Any] = {
     "graph_exec_group": torch_private.current_graph_exec_group,
     "queue_callback": torch_private.queue_callback,
     # Reruns that need Python.
-    "refill": region.refill,
+    "rerun_in_python": region.rerun_in_python,
     # Buffers that a forward changes.
     "note_buffers": note_buffers,
     # Inference tensors, which have no version counter.
@@ -94,7 +94,7 @@ NAMES: dict[str, Any] = {
     # Offload hooks.
     "store_for": stores.store_for,
     "is_owned": owned_memory.is_owned,
-    "must_stay": extensions.must_stay,
+    "excludes_from_offload": extensions.excludes_from_offload,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
     "is_unshared": torch_private.is_unshared,

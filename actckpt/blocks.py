@@ -148,7 +148,7 @@ def apply(
     chosen = find_blocks(model, blocks, "apply")
     names = patch(chosen, {name: {"policy": policy, **others} for name in chosen}, model)
     for forward in forwards_in(chosen).values():
-        forward.together.policy = f"policy={_named(policy)}"
+        forward.group.policy = f"policy={_named(policy)}"
     watch(chosen)
     return names
 
@@ -176,7 +176,7 @@ def _apply_budget(
     forwards = forwards_in(chosen)
     training = BudgetLoop(model, forwards, config)
     for forward in forwards.values():
-        forward.together.training, forward.together.policy = training, config.text
+        forward.group.training, forward.group.policy = training, config.text
     watch(chosen)
     return names
 
@@ -194,7 +194,7 @@ def _apply_plan(model: torch.nn.Module, plan: Plan, blocks: Blocks | None, optio
     count_calls(model, forwards.values())
     for forward in forwards.values():
         forward.run_around_compiled()
-        forward.together.plan, forward.together.policy = plan, "policy=<a plan>"
+        forward.group.plan, forward.group.policy = plan, "policy=<a plan>"
     if (shown := warns_of_larger(plan)) is not None:
         block, size = shown
         forwards[block].planned_size = size
@@ -294,5 +294,5 @@ def report(model: torch.nn.Module, *, group_by: GroupBy = "operator", top: int |
     applied = _readable(blocks_of(model, "report"))
     data = report_data(applied)
     for module in applied.values():
-        module.forward.together.is_watching = True
+        module.forward.group.is_watching = True
     return data.report(model, applied, group_by, top)

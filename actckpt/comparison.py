@@ -357,7 +357,7 @@ def _forwards(
     except PlanInfeasibleError as error:
         raise PlanInfeasibleError(f"{where}: {error}", error.smallest_bytes, error.holds) from None
     for forward in by_name.values():
-        forward.together.training = loop  # closed by `unpatch`
+        forward.group.training = loop  # closed by `unpatch`
     return {forward.block: forward for forward in by_name.values()}, loop.open
 
 
@@ -384,6 +384,6 @@ def _row(candidate: Candidate, plain: list[float], same_bits: bool) -> ComparedP
         same_bits=same_bits,
         blocks=len(candidate.forwards),
         note=stayed(
-            [(forward.name, entry) for forward in forwards for entry in forward.together.recording.entries_of(forward)]
+            [(forward.name, entry) for forward in forwards for entry in forward.group.recording.entries_of(forward)]
         ),
     )

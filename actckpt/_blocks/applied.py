@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from actckpt._blocks.arguments import exclude_from_offload
+from actckpt._blocks.block_group import BlockGroup
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
 from actckpt._blocks.reruns import checkpoint_around
-from actckpt._blocks.together import AppliedBlocks
 from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import torch_private
@@ -73,7 +73,7 @@ def patch(
     blocks: Mapping[str, torch.nn.Module],
     settings: Mapping[str, Settings],
     model: torch.nn.Module | None = None,
-    together: AppliedBlocks | None = None,
+    group: BlockGroup | None = None,
 ) -> tuple[str, ...]:
     """Checkpoint blocks.
 
@@ -81,29 +81,29 @@ def patch(
         blocks: by qualified name.
         settings: of each block, by the same names.
         model: the model passed to `apply`, if known.
-        together: the blocks that they are added to; None: they are an `apply` of their own.
+        group: the blocks that they are added to; None: they are an `apply` of their own.
     Returns:
         Their names.
     """
-    together = AppliedBlocks() if together is None else together
+    group = BlockGroup() if group is None else group
     for name, block in blocks.items():
-        block.forward = CheckpointedForward(name, block, settings[name], together)
+        block.forward = CheckpointedForward(name, block, settings[name], group)
     if model is not None:
-        together.belong_to(model)
+        group.belong_to(model)
     return tuple(blocks)
 
 
 def watch(blocks: Mapping[str, Any]) -> None:
     """Make patched blocks notice if none of them runs."""
-    together = {id(forward.together): forward.together for forward in forwards_in(blocks).values()}
-    for applied in together.values():
+    group = {id(forward.group): forward.group for forward in forwards_in(blocks).values()}
+    for applied in group.values():
         applied.watch_gradient(parameter for block in blocks.values() for parameter in block.parameters())
 
 
 def count_calls(model: torch.nn.Module, forwards: Iterable[CheckpointedForward]) -> None:
     """Make patched blocks count their calls per forward of a model, if that matters."""
-    together = {id(forward.together): forward.together for forward in forwards if forward.differs}
-    for applied in together.values():
+    group = {id(forward.group): forward.group for forward in forwards if forward.differs}
+    for applied in group.values():
         applied.count_calls_in(model)
 
 
@@ -115,12 +115,12 @@ def forwards_in(blocks: Mapping[str, Any]) -> dict[str, CheckpointedForward]:
 def unpatch(blocks: Mapping[str, Any]) -> None:
     """Restore the original forwards of blocks, and stop what watches them."""
     for module in blocks.values():
-        together = module.forward.together
-        together.limit_windows(None)
-        together.count_calls_in(None)
-        together.watch_gradient(())
-        if together.training is not None:
-            together.training.close()
+        group = module.forward.group
+        group.limit_windows(None)
+        group.count_calls_in(None)
+        group.watch_gradient(())
+        if group.training is not None:
+            group.training.close()
         unpatch_one(module)
 
 
@@ -157,14 +157,16 @@ class CallSettings:
 class CheckpointedForward:
     """The forward of one block, checkpointed. An object, so that deepcopy and pickle follow the block."""
 
-    def __init__(self, name: str, block: torch.nn.Module, settings: Settings, together: AppliedBlocks) -> None:
+    def __init__(self, name: str, block: torch.nn.Module, settings: Settings, group: BlockGroup) -> None:
         self.name = name
         self.block = block
-        self.together = together
-        together.add(self)
+        self.group = group
+        group.add(self)
         self.has_run = False
         #: Handles calls instead of this object: `instead(self, args, kwargs, record)`.
-        self.instead: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any], Any], Any] | None = None
+        self.profiling_override: Callable[[CheckpointedForward, tuple[Any, ...], dict[str, Any], Any], Any] | None = (
+            None
+        )
         #: The input sizes of its plan, if this block may be the one that checks them.
         self.planned_size: PlannedSize | None
         self.use(settings)
@@ -179,12 +181,12 @@ class CheckpointedForward:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has not run, and a budget for this model is solved anew for the copy. The copy is not compiled either:
         # modules do not copy that.
-        new = {"has_run": False, "instead": None, "planned_size": None, "compiled": None}
+        new = {"has_run": False, "profiling_override": None, "planned_size": None, "compiled": None}
         return {**vars(self), "_calls": self._calls_as_applied, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.together.add(self)  # blocks outside of the copy do not count
+        self.group.add(self)  # blocks outside of the copy do not count
 
     def use(self, settings: Settings) -> None:
         """Run with these settings from the next call on, which is the first one in a forward of the model."""
@@ -192,7 +194,7 @@ class CheckpointedForward:
         self._calls = tuple(CallSettings(call) for call in (settings if isinstance(settings, tuple) else (settings,)))
         self.begin()
         if all(call_settings.windows is None for call_settings in self._calls):
-            self.together.limit_windows(None)
+            self.group.limit_windows(None)
 
     def begin(self) -> None:
         """A forward of the model starts."""
@@ -247,9 +249,9 @@ class CheckpointedForward:
         self.has_run = True
         if caller is not None:
             self._check_caller(caller)
-            self.together.take_over_late(self)
-            if self.together.is_watching:
-                return self.together.watched(self, args, kwargs)
+            self.group.take_over_late(self)
+            if self.group.is_watching:
+                return self.group.watched(self, args, kwargs)
         return self.run(args, kwargs, None)
 
     def _check_caller(self, frame: FrameType) -> None:
@@ -265,8 +267,8 @@ class CheckpointedForward:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
         """Run it checkpointed, and record what it saves."""
-        if self.instead is not None and not torch.compiler.is_compiling():
-            return self.instead(self, args, kwargs, record)
+        if self.profiling_override is not None and not torch.compiler.is_compiling():
+            return self.profiling_override(self, args, kwargs, record)
         return self.run_as_set(args, kwargs, record)
 
     def run_as_set(self, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None) -> Any:
@@ -274,17 +276,17 @@ class CheckpointedForward:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._run(self._next_call(), args, kwargs, record)
         if self.planned_size is not None:
-            self.planned_size.check(self.name, self.together.training, (args, kwargs))
+            self.planned_size.check(self.name, self.group.training, (args, kwargs))
         call_settings = self._next_call()
         if call_settings.is_unplanned:
-            self.together.tell_unplanned(self.name)
+            self.group.tell_unplanned(self.name)
         try:
             if call_settings.windows is not None:
-                return call_settings.windows.run(self.together, lambda: self._run(call_settings, args, kwargs, record))
+                return call_settings.windows.run(self.group, lambda: self._run(call_settings, args, kwargs, record))
             return self._run(call_settings, args, kwargs, record)
         except RuntimeError as error:
-            if self.together.training is not None:
-                self.together.training.explain(error)
+            if self.group.training is not None:
+                self.group.training.explain(error)
             raise
 
     def _run(
@@ -307,7 +309,7 @@ class CheckpointedForward:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
         original = self.original()
-        matches = None if torch.compiler.is_compiling() else self.together.matches
+        matches = None if torch.compiler.is_compiling() else self.group.matches
         figures = None if record is None else record.figures
         options, is_planned = call_settings.options, call_settings.is_planned
         if is_planned and options.offload_inputs:
@@ -351,8 +353,8 @@ def blocks_of(model: torch.nn.Module, what: str) -> dict[str, Any]:
 def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
     """Raise if a model is a shallow copy of the one passed to `apply`, with which it shares its blocks."""
     for name, block in blocks.items():
-        together = block.forward.together
-        applied_model = together.model() if together.model is not None else None
+        group = block.forward.group
+        applied_model = group.model() if group.model is not None else None
         if applied_model is None or applied_model is model or type(applied_model) is not type(model):
             continue
         if vars(applied_model)["_modules"] == vars(model)["_modules"]:
@@ -366,14 +368,14 @@ def check_no_copy(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) 
 def check_all_of_budget(model: torch.nn.Module, blocks: Mapping[str, Any], what: str) -> None:
     """Raise if blocks are only some of those that share a plan, and the model still has the others."""
     chosen = {id(block) for block in blocks.values()}
-    for together in {block.forward.together for block in blocks.values()}:
-        whole = together.model() if together.model is not None and together.training is not None else None
+    for group in {block.forward.group for block in blocks.values()}:
+        whole = group.model() if group.model is not None and group.training is not None else None
         inside = applied_blocks(whole) if whole is not None else {}
-        left = [name for name, b in inside.items() if id(b) not in chosen and b.forward.together is together]
+        left = [name for name, b in inside.items() if id(b) not in chosen and b.forward.group is group]
         if left:
             raise BlocksError(
                 f"{what}: this {type(model).__name__} is a part of a {type(whole).__name__} with a budget, whose plan "
-                f"is for all of its blocks together: {listed(left)} would be left. Call {what} on that model, and then "
+                f"is for all of its blocks group: {listed(left)} would be left. Call {what} on that model, and then "
                 "apply again with other blocks=."
             )
 

@@ -18,7 +18,7 @@ from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
 from actckpt.planner.plans import Plan
 
-__all__ = ["AppliedBlocks"]
+__all__ = ["BlockGroup"]
 
 _MAX_NAMES = 5
 #: Maximum number of plans whose last recorded step is kept.
@@ -90,7 +90,7 @@ class Training(Protocol):
         """Stop watching the model. May be called more than once."""
 
 
-class AppliedBlocks:
+class BlockGroup:
     """The blocks of one `apply`, watched until a backward shows that the first step is complete."""
 
     def __init__(self) -> None:

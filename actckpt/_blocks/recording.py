@@ -21,7 +21,7 @@ from torch import Tensor
 
 from actckpt import _C
 from actckpt._core import torch_private
-from actckpt._core.region_report import READ, SMALL, Figures, TakenDown
+from actckpt._core.region_report import READ, SMALL, Figures, RecordedValue
 from actckpt._core.sites import module_name
 from actckpt._core.storages import storages_of
 from actckpt._offload.session import Offloading
@@ -47,9 +47,9 @@ class RecordedCall:
         self.offloading: Offloading | None = None
         self._entries: list[Any] = self.figures.entries
         #: What reruns drop, by the weak reference to its storage, which is unique while the storage is alive.
-        self._saved: dict[int, TakenDown] = {}
+        self._saved: dict[int, RecordedValue] = {}
         #: What it holds that is not among them.
-        self._held: list[TakenDown] = []
+        self._held: list[RecordedValue] = []
         #: Storages of parameters and buffers; they outlive the call.
         self._parameters: set[int] | None = None
         self._before: Callable[[Tensor], object] | None = None
@@ -73,11 +73,11 @@ class RecordedCall:
             reference = weakref.ref(storage)
             was_saved = self._saved.pop(id(reference), None) is not None
             why = _WHY_INPUT if was_saved else READ
-            self._held.append(TakenDown("(input)", None, action, why, reference, storage.nbytes()))
+            self._held.append(RecordedValue("(input)", None, action, why, reference, storage.nbytes()))
 
     def keeps(self, num_values: int, nbytes: int) -> None:
         """Record what a block without checkpointing holds, which only its plan knows."""
-        self._held.append(TakenDown("(as it is)", None, Action.KEEP, "", None, nbytes, num_values=num_values))
+        self._held.append(RecordedValue("(as it is)", None, Action.KEEP, "", None, nbytes, num_values=num_values))
 
     def _is_parameter(self, storage: torch.UntypedStorage) -> bool:
         if self._parameters is None:
@@ -90,7 +90,7 @@ class RecordedCall:
         for storage in storages_of(tensor):
             reference = weakref.ref(storage)
             if id(reference) not in self._saved and not self._is_parameter(storage):
-                taken = TakenDown("(rerun)", module_name(), Action.RECOMPUTE, "", reference, storage.nbytes())
+                taken = RecordedValue("(rerun)", module_name(), Action.RECOMPUTE, "", reference, storage.nbytes())
                 self._saved[id(reference)] = taken
 
     def entries(self) -> list[Any]:
@@ -106,15 +106,15 @@ class RecordedCall:
         return self._graph is not None and self._graph() is not None
 
 
-def _moved_and_small(block: Offloading) -> list[TakenDown]:
+def _moved_and_small(block: Offloading) -> list[RecordedValue]:
     """Return what an `offload` block offloaded, and what stayed because it is small."""
     report = block.report()
     num_small = sum(row.not_replayed.get(SMALL, 0) for row in report.rows)
     num_moved = sum(row.num_values for row in report.rows) - num_small
     why = f"{SMALL}={format_bytes(block.min_bytes)}" if num_small else ""
     return [
-        TakenDown("(offload)", None, Action.OFFLOAD, "", None, report.offloaded_bytes, num_values=num_moved),
-        TakenDown("(offload)", None, Action.KEEP, why, None, report.kept_bytes, num_values=num_small),
+        RecordedValue("(offload)", None, Action.OFFLOAD, "", None, report.offloaded_bytes, num_values=num_moved),
+        RecordedValue("(offload)", None, Action.KEEP, why, None, report.kept_bytes, num_values=num_small),
     ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from actckpt._blocks.model_report import GroupBy, ModelReport, kept_below_modes, rows_of, stayed, sums_of
-from actckpt._core.region_report import TakenDown
+from actckpt._core.region_report import RecordedValue
 from actckpt.planner.plans import Plan
 
 __all__ = ["ReportData", "keep_report", "kept_report", "report_data"]
@@ -44,7 +44,7 @@ class ReportData:
     policy: str
     operators_not_run: tuple[str, ...]
     #: The recorded entries by block; storages are replaced by markers with the same equality.
-    entries: tuple[tuple[str, TakenDown], ...]
+    entries: tuple[tuple[str, RecordedValue], ...]
     plan: Plan | None
     race_steps_left: int | None
     note: str
@@ -78,13 +78,13 @@ class ReportData:
 def report_data(applied: Mapping[str, Any]) -> ReportData:
     """Return the data about patched blocks, by their display names."""
     ran = tuple(name for name, module in applied.items() if module.forward.has_run)
-    groups = [*{id(module.forward.together): module.forward.together for module in applied.values()}.values()]
+    groups = [*{id(module.forward.group): module.forward.group for module in applied.values()}.values()]
     plan = next((group.plan for group in groups if group.plan is not None), None)
     recordings = {id(group): group.recording_of(group.plan) for group in groups}
     entries = [
         (name, entry)
         for name, module in applied.items()
-        if (recording := recordings[id(module.forward.together)]) is not None
+        if (recording := recordings[id(module.forward.group)]) is not None
         for entry in recording.entries_of(module.forward)
     ]
     trainings = [group.training for group in groups if group.training is not None]
@@ -133,7 +133,7 @@ def _recorded(groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: P
     return _NOTHING_OF_KEEP if all(group.policy == _KEEP for group in groups) else _NOTHING_RECORDED
 
 
-def _without_storages(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, TakenDown], ...]:
+def _without_storages(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, RecordedValue], ...]:
     """Return entries as plain data."""
     markers: dict[int, tuple[Any, Any]] = {}
     plain = []
@@ -142,7 +142,7 @@ def _without_storages(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Ta
         marker = None if storage is None else markers.setdefault(id(storage), (storage, object()))[1]
         values = getattr(entry, "num_values", 1)
         known = entry.operator, entry.module, entry.action, entry.why, marker, entry.nbytes, entry.num_replays, values
-        plain.append((block, TakenDown(*known)))
+        plain.append((block, RecordedValue(*known)))
     return tuple(plain)
 
 

@@ -29,7 +29,7 @@ from actckpt._offload import stores
 from actckpt.planner.plans import BlockWindows
 
 if TYPE_CHECKING:
-    from actckpt._blocks.together import AppliedBlocks
+    from actckpt._blocks.block_group import BlockGroup
 
 __all__ = ["Windows"]
 
@@ -43,7 +43,7 @@ class Windows:
     own_bytes: int
     is_last: bool
 
-    def run(self, blocks: AppliedBlocks, forward: Callable[[], Any]) -> Any:
+    def run(self, blocks: BlockGroup, forward: Callable[[], Any]) -> Any:
         """Run the forward of a block within its windows, and make its backward start with prefetching."""
         blocks.limit_windows(self.block.out_bytes)
         result = forward()

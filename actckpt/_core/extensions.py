@@ -22,9 +22,9 @@ __all__ = [
     "await_package",
     "capture",
     "clears_saved",
+    "excludes_from_offload",
     "forget_package",
     "lazy_extensions",
-    "must_stay",
     "register",
     "register_lazy_extensions",
     "unregister",
@@ -68,7 +68,7 @@ class Extension:
         """Return a tracker whose random states every rerun restores. Called for each region."""
         return None
 
-    def must_stay(self, tensor: Tensor, /) -> bool:
+    def excludes_from_offload(self, tensor: Tensor, /) -> bool:
         """Whether a tensor must not be offloaded. Called when it is packed, on the current stream."""
         return False
 
@@ -81,7 +81,7 @@ class Extension:
 _registered: list[Extension] = []
 #: The registered callables by use; only overridden methods. The C++ extension reads the last two lists.
 around_regions: list[Extension] = []
-must_stay: list[Callable[[Tensor], bool]] = []
+excludes_from_offload: list[Callable[[Tensor], bool]] = []
 clears_saved: list[Callable[[], bool]] = []
 
 
@@ -105,7 +105,9 @@ def unregister(extension: Extension) -> None:
 def _write_lists() -> None:
     """Write the lists anew, in place."""
     around_regions[:] = [one for one in _registered if _overrides(one, "capture") or _overrides(one, "tracker")]
-    must_stay[:] = [one.must_stay for one in _registered if _overrides(one, "must_stay")]
+    excludes_from_offload[:] = [
+        one.excludes_from_offload for one in _registered if _overrides(one, "excludes_from_offload")
+    ]
     clears_saved[:] = [one.clears_saved for one in _registered if _overrides(one, "clears_saved")]
 
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from actckpt._C import Frame, OffloadSession, Refill, pack_recorded
+from actckpt._C import Frame, OffloadSession, RecomputedValues, pack_recorded
 from actckpt._core import torch_private
 
 __all__ = ["get_all_leaves", "is_of_checkpoint", "is_ours"]
@@ -14,7 +14,7 @@ def is_of_checkpoint(hooks: torch_private.Hooks) -> bool:
     Both use their own hooks in forward and rerun; torch's are functions of its checkpoint module.
     """
     pack = hooks[0]
-    is_ours = isinstance(getattr(pack, "__self__", None), (Frame, Refill))
+    is_ours = isinstance(getattr(pack, "__self__", None), (Frame, RecomputedValues))
     return is_ours or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
 
 

@@ -81,9 +81,9 @@ def name_of(function: Any) -> str:
     return name
 
 
-def mismatch(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
+def mismatch(recomputed: "_C.RecomputedValues", index: int, tensor: Tensor, problem: str) -> RerunMismatchError:
     """Return the error for a tensor that the rerun saved and that differs from the forward's."""
-    frame = refill.frame
+    frame = recomputed.frame
     name = _name(frame)
     where = f"saved at {user_line()}{_running_module()}"
     if problem == "more":
@@ -137,12 +137,12 @@ def _has_other_size(tensor: Tensor, shape: Sequence[int] | None, dtype: torch.dt
     return shape is not None and dtype == tensor.dtype and len(shape) == tensor.ndim
 
 
-def fewer_saved(refill: "_C.Refill") -> RerunMismatchError:
+def fewer_saved(recomputed: "_C.RecomputedValues") -> RerunMismatchError:
     """Return the error for a rerun that returned before it saved everything that is needed."""
-    frame = refill.frame
+    frame = recomputed.frame
     return RerunMismatchError(
         f"The rerun of {_name(frame)} saved a different number of tensors than its forward: it returned early.\n"
-        f"Forward: {frame.num_saved}; rerun: {refill.num_packed}, of which backward needs {refill.num_needed}."
+        f"Forward: {frame.num_saved}; rerun: {recomputed.num_packed}, of which backward needs {recomputed.num_needed}."
         f"\n{_ADVICE}"
     )
 

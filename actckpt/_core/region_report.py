@@ -15,7 +15,7 @@ from actckpt._text.sizes import format_bytes
 from actckpt._text.tables import aligned
 from actckpt.action import Action
 
-__all__ = ["READ", "SMALL", "Entry", "Figures", "Report", "Row", "SavedValue", "TakenDown", "explained"]
+__all__ = ["READ", "SMALL", "Entry", "Figures", "RecordedValue", "Report", "Row", "SavedValue", "explained"]
 
 #: Why a value that autograd did not save is held; C++ uses the same text.
 READ = "others are replayed from it"
@@ -25,7 +25,7 @@ _NOTHING = "Nothing was saved here that could be moved."
 
 
 @dataclasses.dataclass
-class TakenDown:
+class RecordedValue:
     """A value that no recorder saw: the fields of an `Entry` that reports use."""
 
     operator: str

@@ -68,8 +68,8 @@ class AddedBlocks:
         """A measured cycle has ended: add what is large in it. Return whether the blocks are others than before."""
         modules = {} if cycle.is_void or not cycle.num_backwards or not self._is_on else self._large(cycle)
         if modules:
-            together = next(iter(self._forwards.values())).together
-            patch(modules, dict.fromkeys(modules, RECOMPUTE), self._model, together)
+            group = next(iter(self._forwards.values())).group
+            patch(modules, dict.fromkeys(modules, RECOMPUTE), self._model, group)
             self._forwards |= forwards_in(modules)
             self._names |= modules.keys()
             for forward in forwards_in(modules).values():
@@ -99,7 +99,7 @@ class AddedBlocks:
         self._rejected.add(name)
         self._has_changed = True
         forward = self._forwards.pop(name)
-        forward.together.forwards.pop(name)
+        forward.group.forwards.pop(name)
         unpatch_one(forward.block)
 
 

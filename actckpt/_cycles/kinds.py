@@ -375,7 +375,7 @@ class Kind:
             return
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so this slows down no trial
-            forward.together.record_first_step(plan)
+            forward.group.record_first_step(plan)
         num_forwards, unknown = len(self._forward_keys), self._model.idle
         self._settings = settings_per_forward(plan, self._model.calls, num_forwards, self._module, unknown=unknown)
 

@@ -122,7 +122,7 @@ class BudgetLoop:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         for forward in self._forwards.values():  # a copied block does not copy this object, and so the model, along
-            forward.together.training = self
+            forward.group.training = self
         self._start()
 
     @property
@@ -201,7 +201,7 @@ class BudgetLoop:
                 self._warn_of_compiled()
             return
         first = next(iter(self._forwards.values()))
-        first.together.take_over_late(first)
+        first.group.take_over_late(first)
         running = self._running[threading.get_ident()]
         self._forget_interrupted(running)
         running.append(None)
@@ -259,7 +259,7 @@ class BudgetLoop:
             self._outside = OutsideModules(self._model, self._forwards, lambda: meter.live_bytes)
         is_watched = cycle.meter is not None or (kind is not None and kind.outlives_outputs)
         for forward in self._forwards.values():
-            forward.instead = self._calls.call if is_watched else None
+            forward.profiling_override = self._calls.call if is_watched else None
 
     def _begin_forward(self, key: ForwardKey) -> None:
         cycle, kind = self._cycle, self._kind
@@ -376,7 +376,7 @@ class BudgetLoop:
             cycle.end()
             self._leftovers.add(cycle)
             for forward in self._forwards.values():
-                forward.instead = None
+                forward.profiling_override = None
             if torch_private.current_graph_task_id() == -1:
                 sweep()
 

@@ -50,7 +50,7 @@ def settled_loop(
     patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
     forwards = forwards_in(blocks)
     for forward in forwards.values():  # for errors about blocks that do not run
-        forward.together.is_checked = True
+        forward.group.is_checked = True
     outside = OutsideCycles(model, config, device_of(model))
     config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
     loop = BudgetLoop(model, forwards, config)

@@ -77,7 +77,7 @@ def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor:
     if handle is None:
         return
     with Paused(), suppress(torch.OutOfMemoryError):  # an audit must not fail the step: it is skipped here
-        handle.audit = Audit(place, checksum(tensor), tape.parked(tensor))
+        handle.audit = Audit(place, checksum(tensor), tape.store_original(tensor))
         tape.audited.append(reference)
 
 

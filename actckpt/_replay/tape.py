@@ -250,7 +250,7 @@ class Tape(TapeCore):
         value.stored = stored
         value.held = None
 
-    def parked(self, tensor: Tensor) -> Any:
+    def store_original(self, tensor: Tensor) -> Any:
         """Start to copy the original of a dropped tensor to a store in use; return a loader, or None.
 
         Also None if the store has no room now, or fails: an audit must neither block nor fail a step.

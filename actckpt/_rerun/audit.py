@@ -176,7 +176,7 @@ def _key(value: Any, named: list[Any], depth: int = _DEPTH) -> _Key:
 
 def _may_audit(hooks: torch_private.Hooks) -> bool:
     owner = getattr(hooks[0], "__self__", None)
-    frame = owner.frame if isinstance(owner, _C.Refill) else owner
+    frame = owner.frame if isinstance(owner, _C.RecomputedValues) else owner
     return frame.may_audit if isinstance(frame, _C.Frame) else is_ours(hooks)
 
 

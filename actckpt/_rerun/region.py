@@ -35,7 +35,7 @@ from actckpt._rerun.inputs import Inputs
 from actckpt._rerun.module_state import modules_as_found, reads_checked
 from actckpt.errors import ActckptError
 
-__all__ = ["Region", "failure", "mismatch_error", "refill"]
+__all__ = ["Region", "failure", "mismatch_error", "rerun_in_python"]
 
 
 class Region:
@@ -101,11 +101,11 @@ class Region:
             "pass exceptions on."
         )
 
-    def rerun(self, refill: "_C.Refill") -> None:
+    def rerun(self, recomputed: "_C.RecomputedValues") -> None:
         """Call the function under the state of its forward, until all needed values are restored."""
         if self.carried is not None and not self.carried.allows_early_stop():
-            refill.run_to_the_end()
-        is_checked = refill.frame.metadata_is_checked
+            recomputed.run_to_the_end()
+        is_checked = recomputed.frame.metadata_is_checked
         if is_checked:
             self.inputs.parameters.check(may_be_replaced=True)
         restored = self.inputs.restore()
@@ -120,8 +120,8 @@ class Region:
                 _filled(restored.cells),
                 self.inputs.as_found(checks=is_checked),
             ):
-                _C.rerun(refill, function, args, kwargs)
-                if refill.has_failed:
+                _C.rerun(recomputed, function, args, kwargs)
+                if recomputed.has_failed:
                     raise _Failed
         except _Failed:
             pass  # C++ raises the error
@@ -152,11 +152,11 @@ class _Failed(BaseException):
     """Ends a rerun whose mismatch user code has caught, so that contexts see a failure."""
 
 
-def refill(refill: "_C.Refill") -> None:
-    """Rerun the region of a refill; called from C++ if it cannot do that itself."""
-    frame = refill.frame
+def rerun_in_python(recomputed: "_C.RecomputedValues") -> None:
+    """Rerun a region; called from C++ if it cannot do that itself."""
+    frame = recomputed.frame
     if frame.region is not None:
-        frame.region.rerun(refill)
+        frame.region.rerun(recomputed)
         return
     # C++ ran its forward, but it draws random numbers, or global state or its modules differ now.
     args = _C.restore_inputs(frame.args)
@@ -166,21 +166,21 @@ def refill(refill: "_C.Refill") -> None:
         modules_as_found(frame.parameters, frame.buffers) as stale,
         reads_checked(stale if frame.metadata_is_checked else [], messages.name_of(frame.function)),
     ):
-        _C.rerun(refill, frame.function, args, {})
+        _C.rerun(recomputed, frame.function, args, {})
 
 
-def mismatch_error(refill: "_C.Refill", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
+def mismatch_error(recomputed: "_C.RecomputedValues", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
     """Return the error for a mismatch that the pack hook found, None if it is harmless (Rule 5)."""
     if problem == "version":
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        region = refill.frame.region
+        region = recomputed.frame.region
         restored = region.restored if region is not None else ()
         if not (base.is_leaf and base.requires_grad) or any(base is known for known in restored):
             return None
-    return messages.mismatch(refill, index, tensor, problem)
+    return messages.mismatch(recomputed, index, tensor, problem)
 
 
-def failure(what: "_C.Refill | _C.Frame") -> BaseException:
+def failure(what: "_C.RecomputedValues | _C.Frame") -> BaseException:
     """Return the error of a rerun that failed, or that did not restore a tensor."""
     if isinstance(what, _C.Frame):
         return messages.not_saved(what)

@@ -39,7 +39,7 @@ class Staying:
         self._te = te
         self._has_warned = False
 
-    def must_stay(self, tensor: Tensor) -> bool:
+    def excludes_from_offload(self, tensor: Tensor) -> bool:
         """Whether the tensor must stay where it is; waits for its event."""
         if self._te.is_offloading:
             self._warn()

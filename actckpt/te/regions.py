@@ -153,9 +153,9 @@ class Provider(Extension):
         """The current generators."""
         return self._generators
 
-    def must_stay(self, tensor: torch.Tensor, /) -> bool:
+    def excludes_from_offload(self, tensor: torch.Tensor, /) -> bool:
         """Whether a tensor must not be offloaded; see `offloadable`."""
-        return self._staying.must_stay(tensor)
+        return self._staying.excludes_from_offload(tensor)
 
     @contextmanager
     def backward(self, state: RegionState, /, *, is_update_due: bool) -> Iterator[None]:

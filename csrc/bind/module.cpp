@@ -40,7 +40,7 @@
 #include "rerun/frame.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
-#include "rerun/refill.h"
+#include "rerun/recomputed_values.h"
 #include "rerun/region.h"
 
 namespace {
@@ -68,7 +68,7 @@ PYBIND11_MODULE(_C, module, ACTCKPT_GIL_USED) {
   actckpt::add_store_type(module);  // stores of the engine derive from it
   actckpt::python::bind_engine(module);
   actckpt::add_frame_types(module);
-  actckpt::add_refill_type(module);
+  actckpt::add_recomputed_type(module);
   actckpt::add_task_end(module);
   actckpt::add_held_types(module);
   actckpt::add_generator_types(module);

@@ -128,7 +128,7 @@ namespace actckpt {
   X(queue_callback) \
   X(is_capturing) \
   X(generators_of) \
-  X(refill) \
+  X(rerun_in_python) \
   X(note_buffers) \
   X(may_run_again) /* (error, operations before a rerun): whether the failed work runs once more */ \
   X(release_caches) \
@@ -143,11 +143,11 @@ namespace actckpt {
   X(input_error) \
   X(failure) \
   X(parameter_error) \
-  X(script_failure) /* TorchScript's error text if a hook raised */ \
-  X(store_for)      /* (type of device) -> store */ \
-  X(is_owned)       /* by a module whose forward runs */ \
-  X(must_stay)      /* list of callables: see actckpt/_core/extensions.py */ \
-  X(pack_parts)     /* of a subclass with inner tensors */ \
+  X(script_failure)        /* TorchScript's error text if a hook raised */ \
+  X(store_for)             /* (type of device) -> store */ \
+  X(is_owned)              /* by a module whose forward runs */ \
+  X(excludes_from_offload) /* list of callables: see actckpt/_core/extensions.py */ \
+  X(pack_parts)            /* of a subclass with inner tensors */ \
   X(is_tracing) \
   X(is_unshared)       /* (tensor) -> whether only this object refers to it and to its memory */ \
   X(tell_of_writes)    /* (DeviceStats): warns of failed writes */ \

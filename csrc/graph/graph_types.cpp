@@ -31,7 +31,7 @@ void value_dealloc(PyObject* self) {
   release(value->cached_in);
   using V = ValueObject;
   free_object<V>(self, &V::device, &V::operator_, &V::action, &V::choice, &V::held, &V::root, &V::stored, &V::cached,
-                 &V::candidate_tensor, &V::why_opaque, &V::entry, &V::module, &V::parked, &V::step);
+                 &V::candidate_tensor, &V::why_opaque, &V::entry, &V::module, &V::suspended, &V::step);
 }
 
 void step_dealloc(PyObject* self) {

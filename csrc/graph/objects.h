@@ -46,7 +46,7 @@ struct ValueObject {
   PyObject_HEAD PyObject* weak_references;
   PyObject* device;
   PyObject* step;
-  PyObject* parked;  // see suspended_steps.h; null reads as None too
+  PyObject* suspended;  // see suspended_steps.h; null reads as None too
   PyObject* operator_;
   PyObject* action;
   PyObject* choice;  // of the region that made it; null: a placeholder

@@ -68,13 +68,13 @@ bool contains(PyObject* list, const PyObject* object) {
   return false;
 }
 
-// The step from which `parked` was copied, or another copy of it, if another of its results still has it.
-PyObject* step_of_others(const StepObject* parked) {
-  if (parked->outputs == nullptr) return nullptr;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parked->outputs); ++i) {
-    const auto* other = reinterpret_cast<ValueObject*>(referent(PyList_GET_ITEM(parked->outputs, i)));
+// The step from which `suspended` was copied, or another copy of it, if another of its results still has it.
+PyObject* step_of_others(const StepObject* suspended) {
+  if (suspended->outputs == nullptr) return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(suspended->outputs); ++i) {
+    const auto* other = reinterpret_cast<ValueObject*>(referent(PyList_GET_ITEM(suspended->outputs, i)));
     if (other == nullptr || is_none(other->step)) continue;
-    if (reinterpret_cast<StepObject*>(other->step)->outputs == parked->outputs) return other->step;
+    if (reinterpret_cast<StepObject*>(other->step)->outputs == suspended->outputs) return other->step;
   }
   return nullptr;
 }
@@ -84,31 +84,31 @@ PyObject* step_of_others(const StepObject* parked) {
 void park_step(ValueObject* value) {
   const auto* step = reinterpret_cast<StepObject*>(value->step);
   // Other values in its arguments are placeholders, which nobody else holds.
-  const py::object parked = copy_of_step(step, [&](PyObject* named) {
+  const py::object suspended = copy_of_step(step, [&](PyObject* named) {
     if (!contains(step->inputs, named)) return py::reinterpret_borrow<py::object>(named);
     PyObject* reference = untracked(PyWeakref_NewRef(named, nullptr));
     if (reference == nullptr) throw_pending();
     return py::reinterpret_steal<py::object>(reference);
   });
-  assign(value->parked, parked.ptr());
+  assign(value->suspended, suspended.ptr());
   assign(value->step, nullptr);
 }
 
 bool restore_step(ValueObject* value) {
-  if (value->parked == nullptr) return false;
-  const auto owner = py::reinterpret_steal<py::object>(std::exchange(value->parked, nullptr));
-  const auto* parked = as_step(owner);
-  if (PyObject* step = step_of_others(parked)) {
+  if (value->suspended == nullptr) return false;
+  const auto owner = py::reinterpret_steal<py::object>(std::exchange(value->suspended, nullptr));
+  const auto* suspended = as_step(owner);
+  if (PyObject* step = step_of_others(suspended)) {
     assign(value->step, step);
     return true;
   }
   std::vector<py::object> alive;  // held until the step holds them
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parked->inputs); ++i) {
-    PyObject* input = referent(PyList_GET_ITEM(parked->inputs, i));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(suspended->inputs); ++i) {
+    PyObject* input = referent(PyList_GET_ITEM(suspended->inputs, i));
     if (input == nullptr) return false;
     alive.push_back(py::reinterpret_borrow<py::object>(input));
   }
-  const py::object step = copy_of_step(parked, [](PyObject* named) {
+  const py::object step = copy_of_step(suspended, [](PyObject* named) {
     return py::reinterpret_borrow<py::object>(PyWeakref_Check(named) ? referent(named) : named);
   });
   assign(value->step, step.ptr());

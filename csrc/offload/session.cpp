@@ -123,7 +123,7 @@ py::object pack(PyObject* self, PyObject* tensor, bool may_share, bool is_made) 
   SessionObject* session = session_of(self);
   auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
   if (is_in_rerun()) return new_unmoved(tensor);
-  if (any_is_true(names().must_stay, tensor)) return new_unmoved(tensor);
+  if (any_is_true(names().excludes_from_offload, tensor)) return new_unmoved(tensor);
   if (type == names().parameter_type) {
     note_owned(tensor);
     return new_unmoved(tensor);

@@ -1,4 +1,4 @@
-#include "rerun/refill.h"
+#include "rerun/recomputed_values.h"
 
 #include <structmember.h>  // T_PYSSIZET, READONLY; the new names exist from Python 3.12 on
 
@@ -52,8 +52,8 @@ void slot_dealloc(PyObject* self) {
   std::vector<py::object> released;
   for (auto& values : frame->values) {
     if (index >= values->slots.size()) continue;
-    Refilled& value = values->slots[index];
-    value.state = Refilled::State::kTaken;
+    RecomputedValue& value = values->slots[index];
+    value.state = RecomputedValue::State::kTaken;
     if (value.tensor) released.push_back(std::move(value.tensor));
   }
   released.clear();
@@ -70,7 +70,7 @@ SlotObject* new_slot(FrameObject* frame, std::size_t index) {
 }
 
 int frame_clear(PyObject* self) {
-  const std::shared_ptr<Parameters> parameters = std::move(frame_of(self)->recipe.parameters);
+  const std::shared_ptr<Parameters> parameters = std::move(frame_of(self)->context.parameters);
   return collected::clear<FrameObject>(self);
 }
 
@@ -83,7 +83,7 @@ void frame_dealloc(PyObject* self) {
   frames_with_values().erase(frame);
   frame->values.~ValuesVector();
   frame->saved.~SavedVector();
-  frame->recipe.~RecomputeContext();
+  frame->context.~RecomputeContext();
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
@@ -137,25 +137,25 @@ PyObject* frame_num_live(PyObject* self, void*) { return PyLong_FromSize_t(frame
 PyObject* frame_num_held(PyObject* self, void*) {
   std::size_t count = 0;
   for (const auto& values : frame_of(self)->values) {
-    for (const Refilled& value : values->slots) count += value.tensor ? 1 : 0;
+    for (const RecomputedValue& value : values->slots) count += value.tensor ? 1 : 0;
   }
   return PyLong_FromSize_t(count);
 }
 
 PyObject* or_none(const py::object& object) { return Py_NewRef(object ? object.ptr() : Py_None); }
 
-PyObject* frame_function(PyObject* self, void*) { return or_none(frame_of(self)->recipe.function); }
-PyObject* frame_args(PyObject* self, void*) { return or_none(frame_of(self)->recipe.args); }
-PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->recipe.region); }
-PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->recipe.state); }
-PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->recipe.random); }
-PyObject* frame_buffers(PyObject* self, void*) { return or_none(frame_of(self)->recipe.buffers); }
+PyObject* frame_function(PyObject* self, void*) { return or_none(frame_of(self)->context.function); }
+PyObject* frame_args(PyObject* self, void*) { return or_none(frame_of(self)->context.args); }
+PyObject* frame_region(PyObject* self, void*) { return or_none(frame_of(self)->context.region); }
+PyObject* frame_state(PyObject* self, void*) { return or_none(frame_of(self)->context.state); }
+PyObject* frame_random(PyObject* self, void*) { return or_none(frame_of(self)->context.random); }
+PyObject* frame_buffers(PyObject* self, void*) { return or_none(frame_of(self)->context.buffers); }
 
 PyObject* frame_parameters(PyObject* self, void*) {
-  return guarded([&] { return py::cast(frame_of(self)->recipe.parameters).release().ptr(); });
+  return guarded([&] { return py::cast(frame_of(self)->context.parameters).release().ptr(); });
 }
 
-PyObject* frame_may_audit(PyObject* self, void*) { return PyBool_FromLong(frame_of(self)->recipe.may_audit ? 1 : 0); }
+PyObject* frame_may_audit(PyObject* self, void*) { return PyBool_FromLong(frame_of(self)->context.may_audit ? 1 : 0); }
 
 PyObject* frame_metadata_is_checked(PyObject* self, void*) {
   return PyBool_FromLong(frame_of(self)->check_metadata ? 1 : 0);
@@ -219,11 +219,11 @@ void FrameObject::drop(PyObject* key) noexcept {
   if (values.empty()) frames_with_values().erase(this);
 }
 
-py::object new_frame(RecomputeContext recipe, bool check_metadata) {
+py::object new_frame(RecomputeContext context, bool check_metadata) {
   PyObject* self = frame_type->tp_alloc(frame_type, 0);  // zeroed
   if (self == nullptr) throw py::error_already_set();
   FrameObject* frame = frame_of(self);
-  new (&frame->recipe) RecomputeContext(std::move(recipe));
+  new (&frame->context) RecomputeContext(std::move(context));
   new (&frame->saved) std::vector<Saved>();
   frame->saved.reserve(kFewSaved);
   new (&frame->values) std::vector<std::unique_ptr<Values>>();
@@ -278,16 +278,16 @@ namespace {
 // Moves the tensors that nobody has unpacked yet from `values` to `gone`.
 void release(Values* values, std::vector<py::object>* gone) {
   values->is_released = true;
-  for (Refilled& value : values->slots) {
-    if (value.state != Refilled::State::kHeld) continue;
-    value.state = Refilled::State::kMissing;
+  for (RecomputedValue& value : values->slots) {
+    if (value.state != RecomputedValue::State::kHeld) continue;
+    value.state = RecomputedValue::State::kMissing;
     gone->push_back(std::move(value.tensor));
   }
 }
 
 // The last operator of a rerun may not have filled what it saved: the next rerun runs that operator too.
 void rerun_to_the_end(FrameObject* frame, Values* values) {
-  frame->recipe.early_stop = false;
+  frame->context.early_stop = false;
   std::vector<py::object> gone;  // freed last: that can run Python
   release(values, &gone);
 }
@@ -295,7 +295,8 @@ void rerun_to_the_end(FrameObject* frame, Values* values) {
 // Whether `index` can be taken from `values`. If it was taken before, it is read a second time in one backward; the
 // next rerun then keeps its values.
 bool holds(const Values* values, std::size_t index) {
-  return values != nullptr && index < values->slots.size() && values->slots[index].state == Refilled::State::kHeld;
+  return values != nullptr && index < values->slots.size() &&
+         values->slots[index].state == RecomputedValue::State::kHeld;
 }
 
 }  // namespace
@@ -312,12 +313,12 @@ py::object take(FrameObject* frame, std::size_t index, PyObject* key) {
       return {};
     }
   }
-  Refilled& value = values->slots[index];
+  RecomputedValue& value = values->slots[index];
   py::object tensor = value.tensor;
   const VersionCheck version_check = value.version_check;
   if (!values->keep) {
     value.tensor = py::object();
-    value.state = Refilled::State::kTaken;
+    value.state = RecomputedValue::State::kTaken;
   }
   long long found = 0, expected = 0;
   if (version_check.is_changed(tensor.ptr(), &found, &expected)) {

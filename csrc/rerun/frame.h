@@ -3,8 +3,8 @@
 //
 // One Frame per region. Its `pack` is the forward's pack hook: it keeps only metadata of the tensor and returns a Slot
 // to autograd. `unpack` is the unpack hook: it returns a value of the current backward, or reruns the region
-// (region.h), which adds values through a Refill (refill.h). These are plain CPython types, not pybind11 classes: the
-// calls run once per saved tensor, and a vectorcall costs a third of a pybind11 bound method.
+// (region.h), which adds values through `RecomputedValues` (recomputed_values.h). These are plain CPython types, not
+// pybind11 classes: the calls run once per saved tensor, and a vectorcall costs a third of a pybind11 bound method.
 //
 // Thread rule: GIL held everywhere. Ownership: autograd owns Slots, a Slot owns its Frame, a Frame owns what its reruns
 // need, and never a Slot. So when autograd releases the last saved tensor of a region, everything that the region held
@@ -28,7 +28,7 @@ class Parameters;
 struct SlotObject;
 
 // A value that a rerun restored, for one backward.
-struct Refilled {
+struct RecomputedValue {
   enum class State { kMissing, kHeld, kTaken };
 
   py::object tensor;
@@ -45,7 +45,7 @@ struct Values {
   // The rerun stopped inside an operator, which saved the tensors from this index on and may not have run. A tensor
   // among these that the operator has yet to fill is restored by a rerun that runs to the end.
   std::size_t first_of_last = SIZE_MAX;
-  std::vector<Refilled> slots;
+  std::vector<RecomputedValue> slots;
 };
 
 // What the forward recorded about one saved tensor.
@@ -79,7 +79,7 @@ struct RecomputeContext {
 
 struct FrameObject {
   PyObject_HEAD PyObject* weakrefs;
-  RecomputeContext recipe;
+  RecomputeContext context;
   std::vector<Saved> saved;
   std::vector<std::unique_ptr<Values>> values;
   std::size_t num_live;  // slots that autograd still holds
@@ -93,12 +93,12 @@ struct FrameObject {
 // Not the rerun values: they go with their backward.
 template <typename Visit>
 void for_each_reference(FrameObject& frame, const Visit& visit) {
-  RecomputeContext& recipe = frame.recipe;
-  for (py::object* field : {&recipe.function, &recipe.args, &recipe.state, &recipe.random, &recipe.region, &recipe.lock,
-                            &recipe.buffers, &recipe.audit}) {
+  RecomputeContext& context = frame.context;
+  for (py::object* field : {&context.function, &context.args, &context.state, &context.random, &context.region,
+                            &context.lock, &context.buffers, &context.audit}) {
     visit(field->ptr());
   }
-  if (recipe.parameters.use_count() == 1) for_each_reference(*recipe.parameters, visit);
+  if (context.parameters.use_count() == 1) for_each_reference(*context.parameters, visit);
 }
 
 struct SlotObject {
@@ -109,7 +109,7 @@ struct SlotObject {
 extern PyTypeObject* frame_type;
 extern PyTypeObject* slot_type;
 
-py::object new_frame(RecomputeContext recipe, bool check_metadata);
+py::object new_frame(RecomputeContext context, bool check_metadata);
 
 // Ends the forward: from now on, external tensors must not change.
 void complete_forward(FrameObject* frame);

@@ -10,29 +10,29 @@ namespace actckpt {
 void call_audit(const FrameObject* frame, PyObject* method, std::size_t index, PyObject* object);
 
 // Starts a rerun of `frame` for `key`, since saved tensor `index` is unpacked.
-py::object new_refill(FrameObject* frame, std::size_t index, const py::object& key);
+py::object new_recomputed(FrameObject* frame, std::size_t index, const py::object& key);
 
 // Pack hook of the rerun, as a bound method.
-py::object refill_pack_of(const py::object& refill);
+py::object recomputed_pack_of(const py::object& recomputed);
 
-// Whether the pending Python error is the StopRerun of this refill, not of an enclosing rerun.
-bool is_stop_of(PyObject* refill);
+// Whether the pending Python error is the StopRerun of this recomputed, not of an enclosing rerun.
+bool is_stop_of(PyObject* recomputed);
 
-// The frame of the refill; borrowed.
-PyObject* refill_frame(const py::object& refill);
+// The frame of the recomputed; borrowed.
+PyObject* recomputed_frame(const py::object& recomputed);
 
 // Whether the pack hook found a tensor that differs from the forward's.
-bool refill_found_mismatch(const py::object& refill);
+bool recomputed_found_mismatch(const py::object& recomputed);
 
 // Whether the rerun saved other tensors than the forward, or too few.
-bool refill_has_failed(const py::object& refill);
+bool recomputed_has_failed(const py::object& recomputed);
 
 // Passes the values to the frame; the rerun is over.
-void store_refill(const py::object& refill);
+void store_recomputed(const py::object& recomputed);
 
-// Closes the refill: releases the frame and the collected values.
-void close_refill(const py::object& refill) noexcept;
+// Closes the recomputed: releases the frame and the collected values.
+void close_recomputed(const py::object& recomputed) noexcept;
 
-void add_refill_type(py::module_& module);
+void add_recomputed_type(py::module_& module);
 
 }  // namespace actckpt

@@ -13,7 +13,7 @@
 #include "core/swap_lock.h"
 #include "rerun/held.h"
 #include "rerun/parameters.h"
-#include "rerun/refill.h"
+#include "rerun/recomputed_values.h"
 
 namespace actckpt {
 namespace {
@@ -74,18 +74,18 @@ PyObject* run_forward(const py::object& frame, PyObject* function, PyObject* arg
   return Py_NewRef(owner.ptr());
 }
 
-// Runs function(*args, **kwargs) with grad mode on until the refill stops it.
-void run_until_stopped(const py::object& refill, PyObject* function, PyObject* args, PyObject* kwargs) {
-  const py::object audit = reinterpret_cast<FrameObject*>(refill_frame(refill))->recipe.audit;
+// Runs function(*args, **kwargs) with grad mode on until all needed values are there.
+void run_until_stopped(const py::object& recomputed, PyObject* function, PyObject* args, PyObject* kwargs) {
+  const py::object audit = reinterpret_cast<FrameObject*>(recomputed_frame(recomputed))->context.audit;
   if (audit) call_method(audit.ptr(), names().begin_rerun);
   const GradMode on(true);
   num_open_reruns += 1;
   num_reruns += 1;
-  PyObject* result = call_hooked(refill_pack_of(refill).ptr(), same_function, function, args, kwargs);
+  PyObject* result = call_hooked(recomputed_pack_of(recomputed).ptr(), same_function, function, args, kwargs);
   num_open_reruns -= 1;
   if (result != nullptr) {
     Py_DECREF(result);
-  } else if (is_stop_of(refill.ptr())) {
+  } else if (is_stop_of(recomputed.ptr())) {
     PyErr_Clear();
   } else {
     throw py::error_already_set();
@@ -95,7 +95,7 @@ void run_until_stopped(const py::object& refill, PyObject* function, PyObject* a
 // ------------------------------------------------------------------------------------- rerun
 
 // Runs `function` until stopped, under the random state of the forward, then restores the current one.
-void run_with_random_state(const py::object& random, const py::object& refill, PyObject* function, PyObject* args) {
+void run_with_random_state(const py::object& random, const py::object& recomputed, PyObject* function, PyObject* args) {
   const py::object outside = generators_now(random);
   const auto put_back = [&] {
     py::error_scope pending;
@@ -103,7 +103,7 @@ void run_with_random_state(const py::object& random, const py::object& refill, P
   };
   restore_generators(random);
   try {
-    run_until_stopped(refill, function, args, nullptr);
+    run_until_stopped(recomputed, function, args, nullptr);
   } catch (...) {
     put_back();
     throw;
@@ -123,25 +123,25 @@ py::object restore_inputs(PyObject* held) {
 
 // Whether the function's modules are as the forward left them. Throws if they cannot be restored.
 bool is_as_left(const FrameObject* frame) {
-  if (frame->recipe.parameters->check(frame->check_metadata, true)) return false;
-  return !frame->recipe.buffers || call_method(frame->recipe.buffers.ptr(), names().are_as_found).ptr() == Py_True;
+  if (frame->context.parameters->check(frame->check_metadata, true)) return false;
+  return !frame->context.buffers || call_method(frame->context.buffers.ptr(), names().are_as_found).ptr() == Py_True;
 }
 
 // Reruns a region without Python code. Returns false, having done nothing, if that is not possible now.
-bool rerun_common(const py::object& refill) {
-  const auto* frame = reinterpret_cast<FrameObject*>(refill_frame(refill));
-  const RecomputeContext& recipe = frame->recipe;
-  if (recipe.region) return false;
+bool rerun_common(const py::object& recomputed) {
+  const auto* frame = reinterpret_cast<FrameObject*>(recomputed_frame(recomputed));
+  const RecomputeContext& context = frame->context;
+  if (context.region) return false;
   if (frame->forward_completed && !is_as_left(frame)) return false;
   const py::object state = capture_state();
-  const int same = PyObject_RichCompareBool(state.ptr(), recipe.state.ptr(), Py_EQ);
+  const int same = PyObject_RichCompareBool(state.ptr(), context.state.ptr(), Py_EQ);
   if (same < 0) throw py::error_already_set();
   if (same == 0 || call(names().is_inference_mode_enabled).ptr() == Py_True) return false;
-  const py::object args = restore_inputs(recipe.args.ptr());
-  if (recipe.random) {
-    run_with_random_state(recipe.random, refill, recipe.function.ptr(), args.ptr());
+  const py::object args = restore_inputs(context.args.ptr());
+  if (context.random) {
+    run_with_random_state(context.random, recomputed, context.function.ptr(), args.ptr());
   } else {
-    run_until_stopped(refill, recipe.function.ptr(), args.ptr(), nullptr);
+    run_until_stopped(recomputed, context.function.ptr(), args.ptr(), nullptr);
   }
   return true;
 }
@@ -149,37 +149,37 @@ bool rerun_common(const py::object& refill) {
 // Objects made by the rerun may outlive it, and so may its pack hook, which must not own the frame then.
 class ClosedAtEnd {
  public:
-  explicit ClosedAtEnd(const py::object& refill) : refill_(refill) {}
+  explicit ClosedAtEnd(const py::object& recomputed) : recomputed_(recomputed) {}
   ClosedAtEnd(const ClosedAtEnd&) = delete;
   ClosedAtEnd& operator=(const ClosedAtEnd&) = delete;
   ~ClosedAtEnd() noexcept {
     py::error_scope pending;
-    close_refill(refill_);
+    close_recomputed(recomputed_);
   }
 
  private:
-  const py::object& refill_;
+  const py::object& recomputed_;
 };
 
 void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
-  const py::object refill = new_refill(frame, index, key);
-  const ClosedAtEnd closed(refill);
+  const py::object recomputed = new_recomputed(frame, index, key);
+  const ClosedAtEnd closed(recomputed);
   try {
-    if (!rerun_common(refill)) call(names().refill, refill.ptr());
+    if (!rerun_common(recomputed)) call(names().rerun_in_python, recomputed.ptr());
   } catch (py::error_already_set&) {
     // the pack hook's finding explains more than its consequences
-    if (refill_found_mismatch(refill)) raise(call(names().failure, refill.ptr()));
+    if (recomputed_found_mismatch(recomputed)) raise(call(names().failure, recomputed.ptr()));
     throw;
   }
-  if (refill_has_failed(refill)) raise(call(names().failure, refill.ptr()));
-  store_refill(refill);
+  if (recomputed_has_failed(recomputed)) raise(call(names().failure, recomputed.ptr()));
+  store_recomputed(recomputed);
 }
 
 // NOTE [ Rerun ], Rules 2 and 4. `key` null: unpacked outside of any backward, so nothing is kept for later.
 py::object bring_back(FrameObject* frame, std::size_t index, py::object key) {
   std::optional<Swap> swap;  // before the region's lock: NOTE [ Random state ], Rule 3
-  if (frame->recipe.outer_swap >= 0) swap.emplace(frame->recipe.outer_swap);
-  const Locked locked(frame->recipe.lock.ptr());
+  if (frame->context.outer_swap >= 0) swap.emplace(frame->context.outer_swap);
+  const Locked locked(frame->context.lock.ptr());
   const bool keep = static_cast<bool>(key);
   if (!keep) key = py::reinterpret_steal<py::object>(PyList_New(0));  // equal to no other key
   py::object value = take(frame, index, key.ptr());
@@ -230,14 +230,14 @@ bool truth(PyObject* object) {
   return result != 0;
 }
 
-RecomputeContext new_recipe(PyObject* function, PyObject* early_stop, PyObject* audit) {
-  RecomputeContext recipe;
-  recipe.function = py::reinterpret_borrow<py::object>(function);
-  recipe.lock = call(names().lock_type);
-  recipe.early_stop = truth(early_stop);
-  recipe.may_audit = audit != Py_False;
-  if (recipe.may_audit && audit != Py_None) recipe.audit = py::reinterpret_borrow<py::object>(audit);
-  return recipe;
+RecomputeContext new_context(PyObject* function, PyObject* early_stop, PyObject* audit) {
+  RecomputeContext context;
+  context.function = py::reinterpret_borrow<py::object>(function);
+  context.lock = call(names().lock_type);
+  context.early_stop = truth(early_stop);
+  context.may_audit = audit != Py_False;
+  if (context.may_audit && audit != Py_None) context.audit = py::reinterpret_borrow<py::object>(audit);
+  return context;
 }
 
 // run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result, or NotImplemented, with
@@ -246,32 +246,32 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 6) throw py::type_error("run_common takes six arguments");
     if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
-    RecomputeContext recipe = new_recipe(args[0], args[2], args[5]);
-    recipe.state = capture_state();
+    RecomputeContext context = new_context(args[0], args[2], args[5]);
+    context.state = capture_state();
     bool on_device = false;
-    if (is_complete(recipe.state)) recipe.args = hold_arguments(args[1], &on_device);
-    if (!recipe.args) return Py_NewRef(Py_NotImplemented);
+    if (is_complete(context.state)) context.args = hold_arguments(args[1], &on_device);
+    if (!context.args) return Py_NewRef(Py_NotImplemented);
     const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
-    recipe.parameters = parameters;
+    context.parameters = parameters;
     if (truth(args[3])) {
-      if (is_capturing(recipe.state)) return Py_NewRef(Py_NotImplemented);  // which raises
-      py::object generators = on_device || has_device(recipe.state)
+      if (is_capturing(context.state)) return Py_NewRef(Py_NotImplemented);  // which raises
+      py::object generators = on_device || has_device(context.state)
                                   ? call(names().generators_of, args[1])
                                   : py::reinterpret_borrow<py::object>(names().cpu_generators);
       if (parameters->generators()) {
         const py::object of_modules = owned(PyList_AsTuple(parameters->generators().ptr()));
         generators = owned(PySequence_Concat(generators.ptr(), of_modules.ptr()));
       }
-      recipe.random = capture_generators_of_rerun(generators.ptr());
-      recipe.outer_swap = 0;
+      context.random = capture_generators_of_rerun(generators.ptr());
+      context.outer_swap = 0;
     }
     auto function = py::reinterpret_borrow<py::object>(args[0]);
     if (parameters->buffered()) {
-      recipe.buffers = call(names().note_buffers, parameters->buffered().ptr());
-      function = call_method(recipe.buffers.ptr(), names().watching, function.ptr());
+      context.buffers = call(names().note_buffers, parameters->buffered().ptr());
+      function = call_method(context.buffers.ptr(), names().watching, function.ptr());
     }
-    const py::object buffers = recipe.buffers;
-    const py::object frame = new_frame(std::move(recipe), truth(args[4]));
+    const py::object buffers = context.buffers;
+    const py::object frame = new_frame(std::move(context), truth(args[4]));
     PyObject* result = run_forward(frame, function.ptr(), args[1], nullptr);
     if (result == nullptr) return nullptr;
     const auto owner = py::reinterpret_steal<py::object>(result);
@@ -285,15 +285,15 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 8) throw py::type_error("run takes eight arguments");
-    RecomputeContext recipe = new_recipe(Py_None, args[4], args[7]);  // the region holds the function as inputs
-    recipe.outer_swap = PyLong_AsLongLong(args[6]);
-    recipe.region = py::reinterpret_borrow<py::object>(args[0]);
-    const py::object frame = new_frame(std::move(recipe), truth(args[5]));
+    RecomputeContext context = new_context(Py_None, args[4], args[7]);  // the region holds the function as inputs
+    context.outer_swap = PyLong_AsLongLong(args[6]);
+    context.region = py::reinterpret_borrow<py::object>(args[0]);
+    const py::object frame = new_frame(std::move(context), truth(args[5]));
     return run_forward(frame, args[1], args[2], args[3]);
   });
 }
 
-// rerun(refill, function, args, kwargs): for Python's `refill`.
+// rerun(recomputed, function, args, kwargs): for Python.
 PyObject* rerun_function(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
     if (nargs != 4) throw py::type_error("rerun takes four arguments");
@@ -339,7 +339,7 @@ PyMethodDef region_functions[] = {
      "run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result"},
     {"run", fast(run), METH_FASTCALL,
      "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
-    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(refill, function, args, kwargs)"},
+    {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(recomputed, function, args, kwargs)"},
     {"rerun_again", rerun_again, METH_O, "rerun_again(slot): rerun its region; no value is kept."},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},

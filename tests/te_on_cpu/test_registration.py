@@ -28,9 +28,9 @@ def test_the_extension_is_registered_at_the_first_region_after_loading(te: Any) 
     assert not extensions.around_regions
     for _ in range(2):
         _region()
-        assert len(extensions.around_regions) == 1 and len(extensions.must_stay) == 1
+        assert len(extensions.around_regions) == 1 and len(extensions.excludes_from_offload) == 1
     actckpt.te.ignore()
-    assert not extensions.around_regions and not extensions.must_stay
+    assert not extensions.around_regions and not extensions.excludes_from_offload
 
 
 def test_a_package_that_is_still_being_imported_is_left_alone(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:

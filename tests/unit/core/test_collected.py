@@ -22,7 +22,7 @@ UNSEEN = {
         ["Value", "Step", "KnownStorage", "Window", "Handle", "Entry", "Slot", "Moved", "Unmoved"],
         "made for every saved tensor: only autograd's graph holds it, which the collector does not see into either",
     ),
-    "Refill": "holds nothing once its rerun is over",
+    "RecomputedValues": "holds nothing once its rerun is over",
     "Calls": "holds the calls of modules that are running",
     "Meter": "holds weak references",
     "Paused": "lives as long as a block",
@@ -131,12 +131,12 @@ class _Seen:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_refill_holds_nothing_once_its_rerun_is_over(fails: bool) -> None:
+def test_a_recomputed_holds_nothing_once_its_rerun_is_over(fails: bool) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         hooks = torch_private.outer_hooks()
         assert hooks is not None
         _Seen.last = hooks[0].__self__
-        return (x[1:] if fails and type(_Seen.last) is _C.Refill else x).sin().exp()
+        return (x[1:] if fails and type(_Seen.last) is _C.RecomputedValues else x).sin().exp()
 
     y = actckpt.checkpoint(function, torch.ones(3, requires_grad=True)).sum()
     if fails:
@@ -144,9 +144,9 @@ def test_a_refill_holds_nothing_once_its_rerun_is_over(fails: bool) -> None:
             y.backward()
     else:
         y.backward(retain_graph=True)
-    refill, _Seen.last = _Seen.last, None
-    assert type(refill) is _C.Refill
-    assert (refill.frame, refill.error) == (None, None)
+    recomputed, _Seen.last = _Seen.last, None
+    assert type(recomputed) is _C.RecomputedValues
+    assert (recomputed.frame, recomputed.error) == (None, None)
 
 
 def test_each_type_is_seen_by_the_collector_or_says_why_not() -> None:

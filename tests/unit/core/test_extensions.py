@@ -35,12 +35,12 @@ def register() -> Iterator[Register]:
 
 
 def _lists() -> tuple[int, ...]:
-    return tuple(map(len, (extensions.around_regions, extensions.must_stay, extensions.clears_saved)))
+    return tuple(map(len, (extensions.around_regions, extensions.excludes_from_offload, extensions.clears_saved)))
 
 
 def test_an_extension_is_asked_only_what_it_overrides(register: Register) -> None:
     class Staying(Extension):
-        def must_stay(self, tensor: torch.Tensor, /) -> bool:
+        def excludes_from_offload(self, tensor: torch.Tensor, /) -> bool:
             return True
 
     class Carrying(Extension):
