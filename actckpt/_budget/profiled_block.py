@@ -53,13 +53,20 @@ class ProfiledBlock:
     #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
-    def with_casts(self, casts: tuple[Cast, ...]) -> ProfiledBlock:
-        """Return the block with only these casts in the cache; the others are values that were in it in forward."""
+    def with_casts(self, casts: tuple[Cast, ...], *, counts_others_twice: bool) -> ProfiledBlock:
+        """Return the block with only these casts in the cache; the others are values that were in it in forward.
+
+        Args:
+            counts_others_twice: they are ordinary values.
+        """
         lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
         if not lost:
             return self
         block = self._with_values(lost)
-        values = [dataclasses.replace(value, cached=value.name in lost) for value in block.costs.values]
+        values = [
+            dataclasses.replace(value, cached=value.name in lost and not counts_others_twice)
+            for value in block.costs.values
+        ]
         return dataclasses.replace(block, costs=dataclasses.replace(block.costs, values=tuple(values)), casts=casts)
 
     def without_replaced(self) -> ProfiledBlock:

@@ -101,9 +101,17 @@ def _autocast(state: tuple[Any, ...] | None) -> Iterator[None]:
 
 
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Run the body without autocast, for the CPU and the accelerator."""
+def without_autocast(*, keeps_cache: bool = False) -> Iterator[None]:
+    """Run the body without autocast, for the CPU and the accelerator.
+
+    Args:
+        keeps_cache: do not clear autocast's cache at the end. All threads share it. A thread of autograd has the
+            settings of its caller, but counts no nesting: torch would clear the cache that the caller still uses.
+    """
     with ExitStack() as stack:
+        if keeps_cache:
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
         for device_type in devices.autocast_types():
             if device_type == "cpu" or torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))

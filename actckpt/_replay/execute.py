@@ -62,7 +62,7 @@ def _settings_of(step: Step) -> Iterator[None]:
     """Run the body without autocast and function modes, under the step's settings (Rule 7)."""
     with ExitStack() as stack:
         if torch_private.any_autocast_enabled():
-            stack.enter_context(state.without_autocast())
+            stack.enter_context(state.without_autocast(keeps_cache=True))
         if torch_private.num_function_modes():
             stack.enter_context(torch_private.replaced_function_modes(()))
         if not _C.are_numerics(step.numerics):

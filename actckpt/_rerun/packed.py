@@ -4,7 +4,7 @@ NOTE [ Packed inputs ]
 
 Rule 1. Tensors among args and kwargs, and in tuples there, go through the hooks outside, each once. What was one object
 is one object in a rerun. All other inputs are watched as without hooks, and stay alive: what other containers, closures
-and objects hold.
+and objects hold, whether it is also an argument or not.
 Rule 2. Tensors on one storage are on one in a rerun too, in the same places: hooks may give each of them memory of its
 own, and a region inside, which packs what it holds storage by storage, would take one for the other.
 Rule 3. A leaf that requires grad, and is no positional argument, is passed as it is and watched, where the hooks may do
@@ -74,16 +74,18 @@ class _HeldTuple:
 class Packed:
     """See NOTE [ Packed inputs ]."""
 
-    def __init__(self, call: Call, survey: Survey, hooks: torch_private.Hooks) -> None:
+    def __init__(self, call: Call, survey: Survey, hooks: torch_private.Hooks, excluded: Sequence[Any] = ()) -> None:
         function, args, kwargs = call
         packing = _Packing(hooks, args)
         self.argument_ids = set(map(id, args)) | set(map(id, kwargs.values()))
         held_args = tuple([packing.hold(value) for value in args])
         held_kwargs = {name: packing.hold(value) for name, value in kwargs.items()}
+        others = tuple(map(packing.without_packed, args))
+        rest = Survey((function, others, {n: packing.without_packed(v) for n, v in kwargs.items()}), excluded)
+        survey.tensors, survey.outside = rest.tensors, rest.outside
         shared = [storage for storage in packing.storages.values() if len(storage.members) > 1]
         #: By id() of what is held of each tensor.
         self._shared = {id(held): storage for storage in shared for held, *_ in storage.members}
-        survey.tensors = [entry for entry in survey.tensors if id(entry[1]) not in packing.packed_ids]
         self._originals = Originals((function, held_args, held_kwargs), survey)
 
     def forward_done(self, kept: dict[int, Tensor]) -> None:
@@ -115,8 +117,7 @@ class _Packing:
     """One pass over the arguments of a region.
 
     Attributes:
-        packed_ids: id() of the tensors that went through the hooks.
-        storages: their storages, by id().
+        storages: storages of the packed tensors, by id().
     """
 
     def __init__(self, hooks: torch_private.Hooks, args: tuple[Any, ...]) -> None:
@@ -125,7 +126,6 @@ class _Packing:
         self._gets_all_leaves = get_all_leaves(hooks)
         self._known: dict[int, Any] = {}
         self._keeps_ids: list[torch.UntypedStorage] = []
-        self.packed_ids: set[int] = set()
         self.storages: dict[int, _SharedStorage] = {}
 
     def hold(self, value: Any) -> Any:
@@ -143,11 +143,17 @@ class _Packing:
             self._known[id(value)] = value if is_same else _HeldTuple(tuple if kind is tuple else kind._make, parts)
         return self._known[id(value)]
 
+    def without_packed(self, value: Any) -> Any:
+        """Return a value with None in the place of the tensors that were packed."""
+        held = self._known.get(id(value), value)
+        if isinstance(held, _C.HeldTensor):
+            return None
+        return held.build([self.without_packed(part) for part in value]) if isinstance(held, _HeldTuple) else value
+
     def _hold_tensor(self, tensor: Tensor) -> "_C.HeldTensor":
         # Packed once per place, since in a rerun of the outer region these may be different objects; unpacked as one.
         with torch.no_grad():
             held = _C.hold(tensor, self._pack, self._unpack)
-        self.packed_ids.add(id(tensor))
         known: _C.HeldTensor = self._known.setdefault(id(tensor), held)
         if known is held:
             self._note_storage(tensor, held)
@@ -207,4 +213,4 @@ def held_inputs(
     call = (function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     survey = Survey(call, excluded)
-    return Inputs(Originals(call, survey) if outer is None else Packed(call, survey, outer), survey, function)
+    return Inputs(Originals(call, survey) if outer is None else Packed(call, survey, outer, excluded), survey, function)

@@ -19,6 +19,8 @@ Terms = list[tuple[int, float]]
 
 #: The descriptor of the standard output is one for all threads.
 _lock = threading.Lock()
+#: A status of `scipy.optimize.milp`.
+_INFEASIBLE = 2
 
 
 class LinearProgram:
@@ -64,15 +66,18 @@ class LinearProgram:
 
         rows, columns, factors = zip(*self._elements, strict=True)
         matrix = sparse.csr_matrix((factors, (rows, columns)), (len(self._rows), len(self.costs)))
-        with stdout_as_stderr():
-            result = optimize.milp(
-                numpy.array(self.costs),
-                integrality=numpy.array(self.whole),
-                bounds=optimize.Bounds(numpy.array(self._lower), numpy.array(self._upper)),
-                constraints=optimize.LinearConstraint(matrix, *numpy.array(self._rows).T),
-                options={"time_limit": time_limit_s, "mip_rel_gap": gap},
-            )
-        if result.status == 2:
+        for presolve in (True, False):  # HiGHS 1.12 may take feasible programs for infeasible in presolve
+            with stdout_as_stderr():
+                result = optimize.milp(
+                    numpy.array(self.costs),
+                    integrality=numpy.array(self.whole),
+                    bounds=optimize.Bounds(numpy.array(self._lower), numpy.array(self._upper)),
+                    constraints=optimize.LinearConstraint(matrix, *numpy.array(self._rows).T),
+                    options={"time_limit": time_limit_s, "mip_rel_gap": gap, "presolve": presolve},
+                )
+            if result.status != _INFEASIBLE:
+                break
+        else:
             return None, numpy.inf
         return result.x, 0.0 if result.mip_dual_bound is None else result.mip_dual_bound
 

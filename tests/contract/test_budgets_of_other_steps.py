@@ -175,6 +175,22 @@ def test_parameters_that_a_step_computes_have_gradients_without_warnings(budget:
         assert_equal(list(found[1]), list(found[0]))
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_casts_that_autocast_releases_inside_of_a_block_stop_no_plan(clears: bool) -> None:
+    plain, model = Model("loss"), Model("loss")
+    actckpt.apply(model, activation_budget="100%", race=False)
+    if clears:
+        model.blocks[1].register_forward_hook(lambda *_: torch.clear_autocast_cache())
+    torch.set_autocast_enabled(on_device.device_type, True)
+    try:
+        for _ in range(3):
+            assert_equal(model.step(), plain.step())
+            torch.clear_autocast_cache()
+    finally:
+        torch.set_autocast_enabled(on_device.device_type, False)
+    assert actckpt.report(model).plan is not None
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_forward_inside_of_a_transform_is_no_step(at: int) -> None:

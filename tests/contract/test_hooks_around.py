@@ -212,3 +212,19 @@ def test_a_leaf_may_change_where_torch_allows_it(method: str) -> None:
             with torch.no_grad():
                 x.div_(2)
     assert_equal(*found)
+
+
+@pytest.mark.parametrize("hold", [lambda h: [h], lambda h: {"h": h}, lambda h: lambda: h, lambda h: [h[:]]])
+def test_an_argument_that_is_held_elsewhere_too_must_not_change(hold: Callable[[torch.Tensor], Any]) -> None:
+    """Hooks have a copy of the argument, but not of what else leads to its memory."""
+    x, h = leaf(3), torch.ones(3)
+
+    def function(x: torch.Tensor, h: torch.Tensor, held: Any) -> torch.Tensor:
+        other = held() if callable(held) else held["h"] if isinstance(held, dict) else held[0]
+        return (x * h * other).exp()
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        y = actckpt.checkpoint(function, x, h, hold(h))
+    h.add_(1)
+    with pytest.raises(actckpt.errors.InputChangedError, match="changed in place"):
+        y.sum().backward()

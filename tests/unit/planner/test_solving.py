@@ -11,6 +11,7 @@ from typing import Any
 
 import brute_force
 import pytest
+import scipy.optimize
 from brute_force import Table
 
 import actckpt
@@ -370,3 +371,20 @@ def test_a_block_that_runs_again_keeps_its_input_alone() -> None:
     actions = plan.actions[plan.rerun.index(True)]
     assert actions == {"x0": Action.KEEP, "a": Action.RECOMPUTE, "b": Action.RECOMPUTE}
     assert plan.peak_bytes == 700
+
+
+def test_a_program_that_presolve_takes_for_infeasible_is_solved(
+    llama: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As HiGHS 1.12 does with programs of segments."""
+    table = llama.shape_8b(4)
+    budget = llama.activation_bytes(table)
+    expected, own = solve(table, budget=budget), scipy.optimize.milp
+
+    def milp(*args: Any, options: dict[str, Any], **others: Any) -> Any:
+        if options["presolve"]:
+            return scipy.optimize.OptimizeResult(status=2, x=None, mip_dual_bound=None)
+        return own(*args, options=options, **others)
+
+    monkeypatch.setattr(scipy.optimize, "milp", milp)
+    assert solve(table, budget=budget).actions == expected.actions
