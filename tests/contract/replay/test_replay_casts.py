@@ -101,11 +101,10 @@ def test_a_cast_from_before_a_change_of_its_parameter_is_kept() -> None:
 def test_replays_leave_casts_in_the_cache_of_an_autocast_around_backward() -> None:
     """A thread of autograd runs them on a device. The next forward needs the same casts."""
     layer, x = _layer_and_input()
-    with torch.autocast(x.device.type, torch.bfloat16):
-        with LiveStorages() as live:
-            with actckpt.region():
-                loss = torch.tanh(layer(x)).float().sum()
-            loss.backward()
-            del loss
-            x.grad = layer.weight.grad = None
-            assert live.live_bytes >= _CAST_BYTES
+    with torch.autocast(x.device.type, torch.bfloat16), LiveStorages() as live:
+        with actckpt.region():
+            loss = torch.tanh(layer(x)).float().sum()
+        loss.backward()
+        del loss
+        x.grad = layer.weight.grad = None
+        assert live.live_bytes >= _CAST_BYTES
