@@ -12,7 +12,8 @@ they end the sharing of what was copied: neither size, address nor version shows
 (NOTE [ Spans ]). Programs that free nothing pay nothing.
 
 C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) calls no such method. What was copied
-while the memory was replaced is never used: unpack raises.
+while the memory was replaced is never used: unpack raises. On a CPU that holds for the thread that copies; another
+thread that enlarges a tensor meanwhile frees what is being read, as it would for any operator of torch.
 """
 
 import functools
