@@ -81,7 +81,6 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}fidelity.py::test_functions_get_back_what_they_saved[strided nested]": _NO_LAYOUT,
     f"{_OFFLOAD}graphs.py::test_a_graph_whose_backward_never_runs_gives_its_bytes_back[memory]": _LATER,
     f"{_OFFLOAD}faults.py::test_host_without_an_accelerator_is_refused": _HAS_ACCELERATOR,
-    f"{_OFFLOAD}graphs.py::test_a_retained_graph_does_not_grow": _COUNTERS,
     f"{_OFFLOAD}faults.py::test_the_disk_limit_is_never_exceeded": _COUNTERS,
     "replay/test_replay_kernels.py::test_a_bfloat16_cast_of_a_weight_is_replayed_and_not_kept": _OF_CPU,
     "replay/test_replay_aliases.py::test_in_place_foreach_operators_count_versions_up_under_the_recorder": (
