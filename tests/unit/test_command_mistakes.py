@@ -159,7 +159,6 @@ _OF_ONE = [
             (_FOR_A_GPU, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
             (_FOR_A_GPU, "--link much", "--link: 'much' is not a number"),
             (_FOR_A_GPU, "--find width", "invalid choice: 'width'"),
-            (_FOR_A_GPU, "--budget 70GiB", "Add --find batch or --find seq"),
             (_FOR_A_GPU, "--find batch --batch 7", "--batch 7 beside --find batch"),
             (_FOR_A_GPU, "--find batch --budget 40", "--budget 40 has no unit. Pass a size like 40GiB"),
             (_FOR_A_GPU, "--find batch --budget 3parsecs", "--budget='3parsecs' is not a size"),
