@@ -75,8 +75,17 @@ def _run(args: argparse.Namespace) -> int:
         with applying:
             _run_program(args)
     finally:
-        _say(applying.report(path))
+        _say(applying.report(path) + _passed_on(args, applying))
     return 0
+
+
+def _passed_on(args: argparse.Namespace, applying: _Applying) -> str:
+    """Return a hint if an option was passed to the program, and nothing was checkpointed; else nothing."""
+    words = [word.partition("=")[0] for word in args.args]
+    passed = [word for word in words if word in ("--budget", "--activation-budget", "--policy", "--blocks", "--model")]
+    if applying.has_model or not passed:
+        return ""
+    return f" {passed[0]} was passed to {args.script}: options of actckpt run stand before the program."
 
 
 def _run_program(args: argparse.Namespace) -> None:
@@ -260,6 +269,11 @@ class _Applying:
         if not isinstance(model, self._module_type):
             raise ValueError(f"--model {self._name} is a {type(model).__name__}, not a module.")
         return model
+
+    @property
+    def has_model(self) -> bool:
+        """Whether a model was found."""
+        return self._model is not None
 
     def report(self, path: Path | None = None) -> str:
         """Say what the blocks did, or why no model was checkpointed; write what they did to a file, if there is one."""

@@ -45,7 +45,7 @@ _one_at_a_time = threading.RLock()
 _CPU = torch.device("cpu")
 #: Position of the device argument in functions that move tensors, and the name of non-CPU devices.
 _DEVICE_AT, _ELSEWHERE = {"to": 1, "_parse_to": 0}, "cuda"
-_STAY = ("cpu", "meta")
+_STAY = ("cpu",)
 
 
 class Fakes:
@@ -237,7 +237,7 @@ class _Redirect(TorchFunctionMode):
         if at is not None and len(args) > at and type(args[at]) is int:
             args = (*args[:at], _ELSEWHERE, *args[at + 1 :])
         moves = func is torch.Tensor.to and any(map(_is_elsewhere, (*args[1:], kwargs.get("device"))))
-        if func in torch_private.factories() and kwargs.get("device") is None and not _is_meta_default():
+        if func in torch_private.factories() and kwargs.get("device") is None:
             kwargs["device"] = _CPU
         args = tuple(_CPU if _is_elsewhere(argument) else argument for argument in args)
         kwargs = {name: _CPU if _is_elsewhere(argument) else argument for name, argument in kwargs.items()}
@@ -253,12 +253,8 @@ class _Redirect(TorchFunctionMode):
 def _is_elsewhere(value: Any) -> bool:
     """Whether an argument names a non-CPU device."""
     if isinstance(value, str):
-        return value.partition(":")[0] in ("cuda", "xpu", "mps", "hip", "hpu", "npu", "mtia")
+        return value.partition(":")[0] in ("cuda", "xpu", "mps", "hip", "hpu", "npu", "mtia", "meta")
     return isinstance(value, torch.device) and value.type not in _STAY
-
-
-def _is_meta_default() -> bool:
-    return torch.get_default_device().type == "meta"
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -46,6 +46,17 @@ def test_it_prints_a_table_and_allocates_nothing(script: str, capsys: pytest.Cap
     assert torch.ones(1).device.type == "cpu"
 
 
+def test_a_script_may_make_its_model_on_the_meta_device(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tables = []
+    for device in ("cuda", "meta"):
+        Path(script).write_text(
+            _SCRIPT.replace('torch.device("cuda")', f'torch.device("{device}")').replace(".cuda()", "")
+        )
+        assert cli.main(["estimate", script, "--batch", "64"]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+
+
 def test_the_example_in_the_help_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["estimate", "--help"])

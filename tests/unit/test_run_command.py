@@ -215,6 +215,13 @@ def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
     assert "nothing was checkpointed" in capsys.readouterr().err
 
 
+def test_an_option_after_the_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = _written(tmp_path, "sys.exit(2)")
+    with pytest.raises(SystemExit):
+        cli.main(["run", str(path), "--budget=1GiB"])
+    assert f"--budget was passed to {path}: options of actckpt run stand before" in capsys.readouterr().err
+
+
 def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     at_exit = """

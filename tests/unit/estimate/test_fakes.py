@@ -184,7 +184,6 @@ def _many_steps() -> Tensor:
         lambda: torch.ones(3),
         lambda: torch.arange(3) + torch.randint(5, (3,)),
         lambda: torch.ones(1 << 11, 1 << 11, dtype=torch.bool),
-        lambda: torch.arange(3, device="meta"),
         _written,
         _written_behind_a_view,
         _many_steps,
