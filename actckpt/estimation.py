@@ -37,7 +37,7 @@ _NOT_SHOWN = (
 )
 
 #: docs/estimate-accuracy.md has the figures.
-_ERROR_OF_SECONDS = (
+ERROR_OF_SECONDS = (
     "Seconds are those of large kernels. Measured on GPUs: 1 to 3 % off where matmuls dominate (a Llama), "
     "55 % too short where convolutions do (a UNet)."
 )
@@ -127,7 +127,7 @@ class Estimate:
         if self.optimizer_bytes:
             parts.append(f"optimizer {format_bytes(self.optimizer_bytes)}")
         what = f"Estimated for {self.target.name}; all: with {', '.join(parts)}."
-        return "\n".join([aligned(lines, left=1), what, _ERROR_OF_SECONDS, *self.notes])
+        return "\n".join([aligned(lines, left=1), what, ERROR_OF_SECONDS, *self.notes])
 
     def __str__(self) -> str:
         return self.table()

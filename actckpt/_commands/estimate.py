@@ -156,13 +156,17 @@ class _Command:
     def _table(self, rows: list[dict[str, Any]]) -> str:
         from actckpt._text.sizes import format_bytes, format_seconds
         from actckpt._text.tables import aligned
+        from actckpt.estimation import ERROR_OF_SECONDS
 
         lines = [("policy", f"largest {self._args.find}", "all", "step", f"step / {self._args.find}")]
         for row in rows:
             size, each = str(row["size"] or "not even 1"), row["seconds"] / (row["size"] or 1)
             seconds = format_seconds(row["seconds"]), format_seconds(each)
             lines.append((row["name"], size, format_bytes(row["total_peak_bytes"]), *seconds))
-        return f"{aligned(lines, left=1)}\nEstimated for {self._target.name} within {format_bytes(self._budget)}."
+        limits = (
+            f"Estimated for {self._target.name} within {format_bytes(self._budget)}; the host's memory has no limit."
+        )
+        return f"{aligned(lines, left=1)}\n{limits}\n{ERROR_OF_SECONDS}"
 
 
 def _target(args: argparse.Namespace) -> Any:

@@ -112,7 +112,7 @@ def test_a_budget_without_a_search_is_a_row(script: str, capsys: pytest.CaptureF
 
 def test_a_search_says_the_time_of_each_sample(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", script, "--find", "batch", "--budget", "1GiB", "--policy", "recompute"]) == 0
-    heads, plain, _, _ = capsys.readouterr().out.splitlines()
+    heads, plain, *_ = capsys.readouterr().out.splitlines()
     assert heads.split() == ["policy", "largest", "batch", "all", "step", "step", "/", "batch"]
     _, size, _, _, step, unit, each, unit_of_each = plain.split()
     factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
