@@ -232,7 +232,7 @@ def test_a_budget_is_timed_as_apply_runs_it_once_its_trials_are_over(model: nn.M
 
     found = actckpt.compare(step, model=model, policies={"80 %": {"activation_budget": "80%"}}, rounds=3)
     num_settling = len(is_watched) - 2 * (2 + 3)  # both rows: a first step, one for memory, three rounds
-    assert num_settling >= 2 and all(is_watched[:num_settling])  # measured and fitted, and tried where several plans fit
+    assert num_settling >= 2 and all(is_watched[:num_settling])  # measured and fitted, at least
     assert is_watched[num_settling:] == [False, False, True, True, *(3 * [False, True])]
     assert found["80 %"].same_bits and not model._forward_pre_hooks
 
