@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from actckpt._core import torch_private
+from actckpt._core import devices, torch_private
 
-__all__ = ["are_close", "checksum", "compact", "count_again", "is_left_out", "leave_out", "sums", "uncounted"]
+__all__ = ["Result", "are_close", "checksum", "compact", "count_again", "is_left_out", "leave_out", "sums", "uncounted"]
 
 #: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
 _LEAST_PIECE = 1 << 15
@@ -47,6 +47,31 @@ def sums(tensor: Tensor) -> Tensor:
     """
     with uncounted():
         return _sums(tensor)
+
+
+class Result:
+    """A checksum or sums, on the way to the host: on a device, each would take a block of memory, which budgets count.
+
+    Args:
+        values: on the device. Nothing waits for it here.
+    """
+
+    __slots__ = ("_device", "_values")
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+        self._device: torch.device | None = None
+        if devices.counting(values.device) is not None:
+            with uncounted():
+                pinned = torch.empty_like(values, device="cpu", pin_memory=True)
+                self._values, self._device = pinned.copy_(values, non_blocking=True), values.device
+
+    def read(self) -> Tensor:
+        """Return the values on the host. Waits for the device."""
+        if self._device is not None:
+            devices.synchronize(self._device)
+            self._device = None
+        return self._values.cpu()
 
 
 def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:

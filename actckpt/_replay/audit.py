@@ -28,7 +28,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._C import OffloadError
 from actckpt._core import devices, torch_private
-from actckpt._core.checksums import checksum
+from actckpt._core.checksums import Result, checksum
 from actckpt._core.sites import warn_user
 from actckpt._core.warning_texts import WarningText
 from actckpt._replay.lineage import Handle
@@ -50,7 +50,7 @@ class Audit(NamedTuple):
     """What a restored tensor is compared with (NOTE [ Audit ])."""
 
     place: int
-    checksum: Tensor
+    checksum: Result
     #: Loads the original from the store; None: it had no room there.
     original: Callable[[], Tensor] | None
 
@@ -77,7 +77,7 @@ def _leave_checksum(tape: Tape, reference: weakref.ref[Any], place: int, tensor:
     if handle is None:
         return
     with Paused(), suppress(torch.OutOfMemoryError):  # an audit must not fail the step: it is skipped here
-        handle.audit = Audit(place, checksum(tensor), tape.store_original(tensor))
+        handle.audit = Audit(place, Result(checksum(tensor)), tape.store_original(tensor))
         tape.audited.append(reference)
 
 
@@ -89,7 +89,7 @@ def audited(handle: Handle, tensor: Tensor) -> Tensor:
         return tensor
     try:
         with Paused():
-            is_right = torch.equal(checksum(tensor), expected.checksum)
+            is_right = torch.equal(checksum(tensor).cpu(), expected.checksum.read())
     except torch.OutOfMemoryError:
         return tensor
     if is_right:
@@ -127,7 +127,7 @@ def _failure(first: Handle) -> AuditError:
             base = _C.bytes_of(tape, handle.window.value)
         with Paused():
             tensor = _C.on(base, handle.window)
-            if not torch.equal(checksum(tensor), handle.audit.checksum):
+            if not torch.equal(checksum(tensor).cpu(), handle.audit.checksum.read()):
                 failed.append(handle)
                 tape.site.opaque.add(handle.window.value.key)
     operators = [handle.window.value.step.operator.name for handle in failed if handle.window.value.step is not None]

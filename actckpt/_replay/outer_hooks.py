@@ -30,6 +30,7 @@ from torch import Tensor
 
 from actckpt._C import on, when_backward_ends
 from actckpt._core import torch_private
+from actckpt._core.checksums import Result
 from actckpt._core.hooks import is_of_checkpoint
 from actckpt._replay import audit
 from actckpt._replay.call_sites import Site
@@ -127,7 +128,7 @@ class _Piece(NamedTuple):
     geometry: Geometry
     packed: Any
     #: Checksum of the packed tensor, None: not audited.
-    checksum: Tensor | None
+    checksum: Result | None
 
 
 def pack_outer(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> "OuterPacked":
@@ -147,7 +148,8 @@ def pack_outer(tape: Tape, value: Value, given: Tensor, reads: Reads | None) -> 
         with Paused():
             is_object = geometry == as_given and value.is_input and given.grad_fn is None
             tensor = given if is_object else on(given.detach(), geometry)
-            checksum = audit.checksum(tensor) if tape.is_audited and audit.can_compare(tensor) else None
+            is_audited = tape.is_audited and audit.can_compare(tensor)
+            checksum = Result(audit.checksum(tensor)) if is_audited else None
         with torch.no_grad():
             pieces.append(_Piece(geometry, pack(tensor), checksum))
     return OuterPacked(pieces, value.nbytes, unpack, tape.site)
@@ -216,7 +218,7 @@ class OuterPacked:
             )
         if checksum is not None:
             with Paused():
-                if not torch.equal(audit.checksum(tensor), checksum):
+                if not torch.equal(audit.checksum(tensor).cpu(), checksum.read()):
                     self._site.has_other_hooks = True  # Rule 3
         if self._task != -1:
             self._found[i] = tensor

@@ -36,7 +36,7 @@ from torch import Tensor
 from actckpt import _C, config
 from actckpt._C import Paused
 from actckpt._core import devices, messages, torch_private
-from actckpt._core.checksums import are_close, checksum, sums, uncounted
+from actckpt._core.checksums import Result, are_close, checksum, sums, uncounted
 from actckpt._core.functions import contents_of
 from actckpt._core.hooks import is_ours
 from actckpt._core.observing_mode import ObservingMode
@@ -198,8 +198,8 @@ class _Digest(NamedTuple):
     strides: tuple[int, ...]
     dtype: torch.dtype
     is_conj: bool
-    checksum: Tensor
-    sums: Tensor | None
+    checksum: Result
+    sums: Result | None
 
 
 class RerunAudit:
@@ -291,13 +291,7 @@ class RerunAudit:
                 for index, again in dict(self._rerun).items()
                 if self._found[index].strides == again.strides and self._found[index].is_conj == again.is_conj
             }
-            by_device: dict[torch.device, list[int]] = {}
-            for index, (_, again) in pairs.items():
-                by_device.setdefault(again.checksum.device, []).append(index)
-            different: list[int] = []
-            for indices in by_device.values():  # waits for each device once
-                forward, rerun = (torch.stack([pairs[i][run].checksum for i in indices]) for run in (0, 1))
-                different += [i for i, same in zip(indices, (forward == rerun).tolist(), strict=True) if not same]
+            different = [index for index, pair in pairs.items() if not _has_same_checksum(*pair)]
             if not self._raises:
                 return dict.fromkeys(different, _OTHER_NUMBERS)
             return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
@@ -340,23 +334,29 @@ def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
             tensor.stride(),
             tensor.dtype,
             tensor.is_conj() or tensor.is_neg(),
-            checksum(tensor),
-            sums(tensor) if has_sums else None,
+            Result(checksum(tensor)),
+            Result(sums(tensor)) if has_sums else None,
         )
     return None
 
 
 def _is_rounded(one: _Digest, other: _Digest) -> bool:
-    return one.sums is not None and other.sums is not None and are_close(one.sums, other.sums, one.dtype)
+    if one.sums is None or other.sums is None:
+        return False
+    return are_close(one.sums.read(), other.sums.read(), one.dtype)
+
+
+def _has_same_checksum(one: _Digest, other: _Digest) -> bool:
+    return torch.equal(one.checksum.read(), other.checksum.read())
 
 
 def _is_same(one: _Digest, other: _Digest) -> bool:
-    return torch.equal(one.checksum, other.checksum) or _is_rounded(one, other)
+    return _has_same_checksum(one, other) or _is_rounded(one, other)
 
 
 def _depends_on_memory(one: _Digest, other: _Digest, third: _Digest, *unfilled: _Digest) -> bool:
     """Whether runs with filled memory agree, and runs without do not agree with them."""
-    are_same = torch.equal(one.checksum, other.checksum) and torch.equal(one.checksum, third.checksum)
+    are_same = _has_same_checksum(one, other) and _has_same_checksum(one, third)
     return are_same and not any(_is_same(one, each) for each in unfilled)
 
 
