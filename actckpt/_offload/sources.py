@@ -8,7 +8,7 @@ running copies are watched (csrc/offload/sources.h), until the engine releases t
 returns: nothing reads their memory later.
 
 From the first store on, the methods of UntypedStorage that free memory raise while it is being copied. Where it is not,
-they end the sharing of what was copied: neither size, address nor version shows later that a storage was filled anew
+the next save copies the storage again: neither size, address nor version shows that the program has filled it again
 (NOTE [ Spans ]). Programs that free nothing pay nothing.
 
 C++ code that enlarges a storage (`h.resize_(larger)`, an `out=` that must grow) calls no such method. What was copied

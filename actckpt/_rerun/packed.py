@@ -84,7 +84,7 @@ class Packed:
         rest = Survey((function, others, {n: packing.without_packed(v) for n, v in kwargs.items()}), excluded)
         survey.tensors, survey.outside = rest.tensors, rest.outside
         shared = [storage for storage in packing.storages.values() if len(storage.members) > 1]
-        #: By id() of what is held of each tensor.
+        #: By id() of the packed tensor.
         self._shared = {id(held): storage for storage in shared for held, *_ in storage.members}
         self._originals = Originals((function, held_args, held_kwargs), survey)
 

@@ -107,7 +107,7 @@ def needs(costs: CostTable | Mapping[str, Any], plan: Plan) -> list[float]:
 
 
 class _Pipe:
-    """Bytes that flow through two links with a buffer between them: device, host, disk, or the way back.
+    """Bytes that flow through two links with a buffer between them: from the device to the host and the disk, or back.
 
     Args:
         rates: bytes per second of the first and the second link.
@@ -135,7 +135,7 @@ class _Pipe:
         return end
 
     def wait(self, now: float, link: int, target: float, rounding: float) -> float:
-        """Move bytes until a link has moved so many; return the moment at which it has."""
+        """Move bytes until a link has moved a number of them; return the time."""
         goals = (target, math.inf) if link == 0 else (math.inf, target)
         while self.moved[link] < target - rounding:
             now = self._until_event(now, math.inf, goals)

@@ -118,7 +118,7 @@ def _greedy(problem: Problem) -> Plan | None:
 
     Entries go up step by step from what holds least to what takes least time. Steps that save most seconds per byte
     come first, and of equal ones those of the last entries. Bisection finds how many of them pay: each plan is
-    simulated. What is held is offloaded as far as the links move it beside compute, or all of it.
+    simulated. Of the held values, it offloads as many as the links move during compute, or all.
     """
     ladders = [_ladder(block, allowed) for block, allowed in zip(problem.costs.blocks, problem.allowed, strict=True)]
     steps = [(-_slope(*pair), index) for index, ways in enumerate(ladders) for pair in itertools.pairwise(ways)]

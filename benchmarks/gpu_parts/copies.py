@@ -21,7 +21,7 @@ from gpu_parts.rows import Machine, Row
 __all__ = ["bandwidths"]
 
 _MIB = 1 << 20
-#: Bytes that each sample copies, as far as there are more than four and no more than 64 tensors.
+#: Bytes that each sample copies, in at least four and at most 64 tensors.
 _COPIED_BYTES = 1 << 30
 _LIMIT_BYTES = 64 << 30
 _TOY_BYTES = 1 << 20

@@ -88,7 +88,7 @@ class Machine:
         return self.accelerator.device_at(0)
 
     def versions(self) -> dict[str, str]:
-        """Return the device and the versions of what runs on it."""
+        """Return the names of device and driver, and the versions of packages."""
         return {
             "gpu": self.accelerator.name_of(self.device),
             "system": platform.platform(),

@@ -139,7 +139,7 @@ def test_a_forward_that_raises_leaves_no_mode_behind(where: str, error: type[Bas
     hook.remove()
     for gradients, _ in _steps(training, 3):
         assert_equal(gradients, expected)
-    assert plan_of(training.model).budget_bytes == 2**22  # shared with nobody
+    assert plan_of(training.model).budget_bytes == 2**22  # for this model alone
     hook = training.model.get_submodule(where).register_forward_pre_hook(fail)
     training.tokens = training.tokens[:4]
     with pytest.raises(error):
@@ -160,7 +160,7 @@ def test_forwards_without_backward_and_outputs_without_gradient_hold_up_no_plan(
 
     def step(model: nn.Module) -> None:
         for _ in range(2):
-            model(tokens)  # nobody reads it
+            model(tokens)  # its result is dropped
         model(tokens)[1].backward()
 
     budgets = []
@@ -169,7 +169,7 @@ def test_forwards_without_backward_and_outputs_without_gradient_hold_up_no_plan(
         assert_equal(gradients, expected)
         plan = actckpt.report(model).plan
         budgets.append(None if plan is None else plan.budget_bytes)
-    assert budgets == [None, 2**22, 2**22, 2**22]  # shared with nobody
+    assert budgets == [None, 2**22, 2**22, 2**22]  # for this model alone
 
 
 def test_a_second_thread_in_the_first_forward_is_one_clear_error() -> None:

@@ -216,7 +216,7 @@ def test_a_leaf_may_change_where_torch_allows_it(method: str) -> None:
 
 @pytest.mark.parametrize("hold", [lambda h: [h], lambda h: {"h": h}, lambda h: lambda: h, lambda h: [h[:]]])
 def test_an_argument_that_is_held_elsewhere_too_must_not_change(hold: Callable[[torch.Tensor], Any]) -> None:
-    """Hooks have a copy of the argument, but not of what else leads to its memory."""
+    """The hooks copy the argument. The rerun reads the original through a list or a closure."""
     x, h = leaf(3), torch.ones(3)
 
     def function(x: torch.Tensor, h: torch.Tensor, held: Any) -> torch.Tensor:

@@ -285,7 +285,7 @@ def _with(make: Callable[[], Any], call: Callable[..., Any]) -> Callable[..., An
     return step
 
 
-#: What makes a keeper, and a region that puts what it makes in the place of what the one before left there.
+#: An object that keeps a tensor, and a region that replaces that tensor by its own result.
 REPLACERS: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor, Any, Any], Any]]] = {
     "attribute of an argument": (Cell, lambda x, ck, c: ck(_attribute, x, c)),
     "keyword": (Cell, lambda x, ck, c: ck(_attribute, x, c=c)),

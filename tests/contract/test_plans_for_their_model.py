@@ -1,4 +1,4 @@
-"""A plan holds for the model and the inputs that it was made for: others are told apart, in one clear line."""
+"""A plan holds for the model and the inputs that it was made for: others raise or warn with one clear line."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_plan_says_where_it_is_given_more_than_it_was_made_for(kind: str) -> N
     with pytest.warns(UserWarning, match=r"'blocks.0' is given 16.00 KiB .* made for 8.00 KiB: .* largest batch"):
         gradients, peak = _step(model, larger)
     assert peak > plan.budget_bytes
-    assert_equal(_step(model, larger)[0], gradients)  # told once
+    assert_equal(_step(model, larger)[0], gradients)  # it warns once
     actckpt.remove(model)
     assert_equal(_step(model, larger)[0], gradients)
 

@@ -32,7 +32,7 @@ _CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
 @pytest.fixture(params=_CALLS)
 def who(request: pytest.FixtureRequest) -> str:
     if request.param == "estimate" and on_device.device_type != "cpu":
-        pytest.skip("what is estimated is what a CPU would do")
+        pytest.skip("estimate runs its steps on fake tensors of the CPU, which device tensors would not be")
     return str(request.param)
 
 

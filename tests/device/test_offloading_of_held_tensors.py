@@ -50,7 +50,7 @@ class _Block(nn.Module):
 
 
 class _Stack(nn.Module):
-    """What its blocks return is held by nobody, by hooks or until the forward ends, or is returned, too."""
+    """The results of its blocks are dropped, held by hooks or until the forward ends, or returned as well."""
 
     def __init__(self, held: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Stack(nn.Module):
         hidden = []
         for block in self.blocks:
             x = block(x)
-            if self.held != "by nobody":
+            if self.held != "not":
                 hidden.append(x)
         y = self.head(x)
         return y, hidden if self.held == "by the program" else []
@@ -93,7 +93,7 @@ class _Training:
 
 
 @pytest.mark.parametrize("share", _SHARES)
-@pytest.mark.parametrize("held", ["by nobody", "by the program", "until the forward ends", "by hooks"])
+@pytest.mark.parametrize("held", ["not", "by the program", "until the forward ends", "by hooks"])
 def test_no_step_exceeds_the_budget_once_the_plan_is_corrected(held: str, share: float, peaks: list[int]) -> None:
     plainly = _Training(held, peaks)
     expected, plain_peak = plainly.step()

@@ -36,7 +36,7 @@ def _check(layout: str) -> None:
     results = []
     for distribute in (False, True):
         torch.manual_seed(2)
-        x = _LAYOUTS[layout](source) * 1  # not a leaf: nobody but the region holds it
+        x = _LAYOUTS[layout](source) * 1  # not a leaf: only the region holds it
         held, options = weakref.ref(x), {"distribute_saved_activations": distribute, "tp_group": dist.group.WORLD}
         stride = x.stride()
         y = actckpt.te.checkpoint(function, x, weight, 2.0, **options)

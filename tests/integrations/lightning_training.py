@@ -15,7 +15,7 @@ from actckpt.memory import LiveStorages
 
 
 class Module(lightning.LightningModule):  # type: ignore[misc]
-    """Trains a part of itself; takes down what steps held."""
+    """Trains a part of itself, and records the bytes that its steps held."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class _Session:
         return self.te.autocast(enabled and self.recipe is not None, recipe=recipe or self.recipe)
 
     def forwards(self, call: Call, count: int, *args: Any, **options: Any) -> list[Tensor]:
-        """Run the module in so many regions."""
+        """Run the module in a number of regions."""
         outputs = []
         for number in range(count):
             with self.autocast():

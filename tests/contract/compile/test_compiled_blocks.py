@@ -1,4 +1,4 @@
-"""Regions and policies around code that was compiled before: its kernels are seen by nobody."""
+"""Regions and policies around code that was compiled before: no recorder sees its kernels."""
 
 from __future__ import annotations
 

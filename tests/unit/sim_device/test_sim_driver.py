@@ -106,9 +106,9 @@ _MISUSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], str]] = {
     ),
     "beyond a block": (
         lambda source, host: driver.call("cuMemcpyDtoHAsync_v2", host.data_ptr(), source.data_ptr(), 1024, 0),
-        "device memory that nobody owns",
+        "unallocated device memory",
     ),
-    "freed memory": (_copies_freed_memory, "device memory that nobody owns"),
+    "freed memory": (_copies_freed_memory, "unallocated device memory"),
     "a blocking stream": (
         lambda source, host: driver.made("cuStreamCreate", 0),
         "a stream that the default stream serialises",

@@ -26,7 +26,7 @@ _FREED: dict[str, Callable[[torch.Tensor], Any]] = {
     "freed by its old name": lambda h: h._typed_storage()._resize_(0),
     "made smaller": lambda h: h.untyped_storage().resize_(64),
 }
-#: C++ asks nobody (NOTE [ Sources ]). The last two have a version counter of their own.
+#: C++ calls no wrapped method (NOTE [ Sources ]). The last two have a version counter of their own.
 _ENLARGED: dict[str, Callable[[torch.Tensor], Any]] = {
     "resize_": lambda h: h.resize_(2 * NUM_VALUES),
     "out=": lambda h: torch.ones(2 * NUM_VALUES, out=h, device="sim"),

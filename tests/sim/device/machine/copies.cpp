@@ -19,7 +19,7 @@ void give_copy(Lock& lock, Stream* stream, const Copy& copy) {
   streams().take_link(lock, stream, copy.direction, copy.bytes);
   if (device_memory().find(is_out ? source : target) == nullptr) {
     faults().add(described(access) + (is_out ? " reads " : " writes ") + std::to_string(copy.bytes) +
-                 " bytes of device memory that nobody owns");
+                 " bytes of unallocated device memory");
     return;
   }
   checker().read(source, access, stream->clock);

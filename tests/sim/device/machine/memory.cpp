@@ -107,7 +107,7 @@ DeviceMemory::BlockPtr DeviceMemory::make(Device* device, Stream* home, std::siz
 void DeviceMemory::free(Lock& lock, void* data) {
   const auto found = live_.find(range_of(data, 0).begin);
   if (found == live_.end()) {
-    faults().add("device memory is freed that nobody owns");
+    faults().add("unallocated device memory is freed");
     return;
   }
   BlockPtr block = std::move(found->second);
