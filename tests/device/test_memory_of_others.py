@@ -223,3 +223,20 @@ def _freed_late(num_bytes: int) -> int:
 
 def test_memory_that_autograd_frees_late_does_not_count() -> None:
     assert _freed_late(1 << 16) == _freed_late(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "recompute"}, {"policy": []}], ids=str)
+def test_audits_hold_no_memory_of_the_device(options: dict[str, object]) -> None:
+    """Budgets would count it: a forward holds as much in audited calls as in others."""
+    held = []
+    for audit in ("off", "always"):
+        actckpt.configure(audit=audit)  # until the fixture of all tests puts it back
+        block, x = _Block().to("sim"), _inputs().requires_grad_()
+        actckpt.checkpoint(block, x, **options).sum().backward()  # what first calls allocate for good
+        gc.collect()
+        before = torch.accelerator.memory_allocated()
+        y = actckpt.checkpoint(block, x, **options)
+        held.append(torch.accelerator.memory_allocated() - before)
+        y.sum().backward()
+        del y
+    assert held[0] == held[1] > 0
