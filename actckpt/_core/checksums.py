@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actckpt._core import devices, torch_private
 
-__all__ = ["Result", "are_close", "checksum", "compact", "count_again", "is_left_out", "leave_out", "sums", "uncounted"]
+__all__ = ["Result", "are_close", "checksum", "compact", "count_again", "is_metered", "leave_out", "sums", "uncounted"]
 
 #: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
 _LEAST_PIECE = 1 << 15
@@ -21,8 +21,8 @@ _PART = 64
 #: The golden ratio as a 64-bit fraction: neighbouring positions get unrelated odd weights.
 _MULTIPLIER = -7046029254386353131
 _Context = Callable[[], AbstractContextManager[object]]
-#: Contexts entered around each checksum, while their owners are alive: used by allocator meters.
-_around: list[weakref.WeakMethod[_Context]] = []
+#: Contexts entered around each checksum, while their owners are alive, and whether these are meters.
+_around: dict[int, tuple[weakref.WeakMethod[_Context], bool]] = {}
 #: How much rounding changes a tensor, relative to its norm, at most.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 #: Sizes and strides in elements, the smallest stride first.
@@ -56,21 +56,23 @@ class Result:
         values: on the device. Nothing waits for it here.
     """
 
-    __slots__ = ("_device", "_values")
+    __slots__ = ("_copied", "_values")
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
-        self._device: torch.device | None = None
+        self._copied: torch.Event | None = None
         if devices.counting(values.device) is not None:
             with uncounted():
                 pinned = torch.empty_like(values, device="cpu", pin_memory=True)
-                self._values, self._device = pinned.copy_(values, non_blocking=True), values.device
+                self._values = pinned.copy_(values, non_blocking=True)
+            self._copied = torch.Event(values.device)
+            self._copied.record(torch.accelerator.current_stream(values.device))
 
     def read(self) -> Tensor:
-        """Return the values on the host. Waits for the device."""
-        if self._device is not None:
-            devices.synchronize(self._device)
-            self._device = None
+        """Return the values on the host. Waits until they are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
         return self._values.cpu()
 
 
@@ -87,33 +89,35 @@ def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 def uncounted() -> Iterator[None]:
     """Run the body below all dispatch modes: checksums are no operators of the program."""
     with contextlib.ExitStack() as stack:
-        for context in _contexts():
+        for context, _ in _contexts():
             stack.enter_context(context())
         stack.enter_context(torch_private.without_dispatch())
         yield
 
 
-def leave_out(context: _Context) -> None:
+def leave_out(context: _Context, *, is_metered: bool) -> None:
     """Enter a method's context around each checksum, until `count_again` or until its owner dies."""
-    _around.append(weakref.WeakMethod(context))
+    key = _key(context)
+    _around[key] = weakref.WeakMethod(context, lambda _: _around.pop(key, None)), is_metered
 
 
 def count_again(context: _Context) -> None:
     """Stop entering this context."""
-    _around.remove(weakref.WeakMethod(context))
+    _around.pop(_key(context), None)
 
 
-def is_left_out() -> bool:
-    """Return whether an allocator meter, which excludes checksums, is active."""
-    return bool(_contexts())
+def is_metered() -> bool:
+    """Return whether an allocator meter is active."""
+    return any(is_meter for _, is_meter in _contexts())
 
 
-def _contexts() -> list[_Context]:
-    contexts = [(method, method()) for method in (*_around,)]
-    for method, context in contexts:
-        if context is None and method in _around:
-            _around.remove(method)
-    return [context for _, context in contexts if context is not None]
+def _contexts() -> list[tuple[_Context, bool]]:
+    contexts = [(method(), is_meter) for method, is_meter in list(_around.values())]
+    return [(context, is_meter) for context, is_meter in contexts if context is not None]
+
+
+def _key(context: _Context) -> int:
+    return id(getattr(context, "__self__", None))
 
 
 def _checksum(tensor: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class AllocatorMeter(_Observer):
         self._base_bytes = _start_again(allocator, device) - inflight_bytes
         self.is_counting = True
         self.begin()
-        checksums.leave_out(self.muted)
+        checksums.leave_out(self.muted, is_metered=True)
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         if id(parameter) in self._without_gradient:
@@ -208,6 +208,7 @@ class RisenPeak(_Observer):
         self._base_bytes = allocator.allocated_bytes(device) - inflight_bytes - self._bytes_of_gradients()
         self._known_bytes, self._most_bytes = allocator.peak_bytes(device), 0
         self.begin()
+        checksums.leave_out(self._ignored, is_metered=False)
 
     def see(self) -> None:
         peak_bytes = self.allocator.peak_bytes(self.device)
@@ -218,6 +219,14 @@ class RisenPeak(_Observer):
     def started_again(self) -> None:
         self._known_bytes = 0
 
+    @contextlib.contextmanager
+    def _ignored(self) -> Iterator[None]:
+        self.see()
+        try:
+            yield
+        finally:
+            self._known_bytes = max(self._known_bytes, self.allocator.peak_bytes(self.device))
+
     def _bytes_of_gradients(self) -> int:
         return _bytes_of([parameter.grad for parameter in self._parameters])
 
@@ -225,6 +234,7 @@ class RisenPeak(_Observer):
         """Return how far the peak was above the bytes at the start; 0 if an older peak was higher."""
         self.see()
         self.finish()
+        checksums.count_again(self._ignored)
         return self._most_bytes
 
 

@@ -255,7 +255,7 @@ class Tape(TapeCore):
 
         Also None if the store has no room now, or fails: an audit must neither block nor fail a step.
         """
-        if checksums.is_left_out() or not stores.is_ready(tensor.device.type):  # a metered step would count the copy
+        if checksums.is_metered() or not stores.is_ready(tensor.device.type):  # a metered step would count the copy
             return None
         try:
             packed = self._originals.pack(compact(tensor.detach()).clone())
