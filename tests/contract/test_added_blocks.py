@@ -135,7 +135,7 @@ def _with_hook() -> nn.Module:
     [
         (Model, "70%", "blocks.*"),  # named blocks are the only ones
         (partial(Model, lambda: nn.Sequential(nn.Linear(64, 4), nn.GELU(), nn.Linear(4, 64))), "70%", None),  # small
-        *((partial(Model, stem), "80%", None) for stem in (OnlyOnce, Checkpointed, _scripted)),
+        *((partial(Model, stem), "82%", None) for stem in (OnlyOnce, Checkpointed, _scripted)),
         *((model, "85%", None) for model in (OnInputs, Around, partial(Model, _with_hook))),
     ],
 )

@@ -23,6 +23,7 @@ import torch
 from offload_oracle import TwoTensor
 
 from actckpt import _bind
+from actckpt._core import devices
 from internals.stores import flush
 
 STEPS = 500
@@ -62,6 +63,7 @@ _clear_caches: Callable[[], None] = (
 def counts() -> Counter[str]:
     """Return how many objects there are of each type, and how many references to what is held for good."""
     flush()  # a device's store holds a source until a call after its copy
+    devices.counting(torch.device(on_device.device_type))  # which an accelerator object remembers
     _clear_caches()  # the interpreter's cache of attributes of types holds names, those that were looked up last
     for _ in range(3):  # a container of numbers, and one of those, leave the collector one after the other
         gc.collect()
