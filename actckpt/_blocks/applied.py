@@ -18,6 +18,7 @@ import torch
 from actckpt._blocks.arguments import exclude_from_offload
 from actckpt._blocks.block_group import BlockGroup
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
+from actckpt._blocks.first_call import Recomputation
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
@@ -170,6 +171,7 @@ class CheckpointedForward:
         #: The input sizes of its plan, if this block may be the one that checks them.
         self.planned_size: PlannedSize | None
         self.use(settings)
+        self._recomputation = Recomputation()
         #: As passed to `apply`: copies start with these.
         self._calls_as_applied = self._calls
         #: The result of `block.compile()`, if this object runs around it.
@@ -308,15 +310,21 @@ class CheckpointedForward:
                 if record is not None:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
-        original = self.original()
-        matches = None if torch.compiler.is_compiling() else self.group.matches
-        figures = None if record is None else record.figures
-        options, is_planned = call_settings.options, call_settings.is_planned
+        original, options, is_planned = self.original(), call_settings.options, call_settings.is_planned
         if is_planned and options.offload_inputs:
             exclude_from_offload((args, kwargs))
+        matches = None if torch.compiler.is_compiling() else self.group.matches
+        figures = None if record is None else record.figures
         inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)
-        result = checkpoint_call(original, args, kwargs, options, inside=inside)
-        if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
+
+        def checkpointed(options: CheckpointOptions, audited: Callable[[Any], None] | None = None) -> Any:
+            return checkpoint_call(original, args, kwargs, options, inside=inside._replace(audited=audited))
+
+        if options.policy not in (None, "recompute", Action.RECOMPUTE):
+            return checkpointed(options)
+        plain = functools.partial(original, *args, **kwargs)
+        result = self._recomputation.run(self.group, options, checkpointed, plain)
+        if record is not None and self._recomputation.reruns:
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)
         return result
 

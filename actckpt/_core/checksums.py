@@ -41,9 +41,9 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def sums(tensor: Tensor) -> Tensor:
-    """Return two sums of a floating-point tensor, on its device, for `are_close`. Call it paused.
+    """Return three sums of a floating-point tensor, on its device, for `are_close`. Call it paused.
 
-    The first one weights each element by its position, so another order changes it. The second is the sum of squares.
+    Two weight each element by its position, so another order changes them. The third is the sum of squares.
     """
     with uncounted():
         return _sums(tensor)
@@ -78,11 +78,10 @@ class Result:
 
 def are_close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
     """Return whether rounding explains the difference of two tensors with these sums. Waits for the device."""
-    (one_sum, one_square), (other_sum, other_square) = one.tolist(), other.tolist()
-    norm = max(one_square, other_square) ** 0.5
-    allowed = _ROUNDING.get(dtype.to_real(), 0.0) * norm
-    is_finite = math.isfinite(norm) and math.isfinite(one_sum) and math.isfinite(other_sum)
-    return is_finite and abs(one_sum - other_sum) <= allowed and abs(one_square**0.5 - other_square**0.5) <= allowed
+    (*one_sums, one_square), (*other_sums, other_square) = one.tolist(), other.tolist()
+    pairs = [*zip(one_sums, other_sums, strict=True), (one_square**0.5, other_square**0.5)]
+    allowed = _ROUNDING.get(dtype.to_real(), 0.0) * max(pairs[-1])
+    return math.isfinite(allowed) and all(abs(a - b) <= allowed for a, b in pairs)
 
 
 @contextlib.contextmanager
@@ -134,16 +133,18 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    total = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    total = torch.zeros(3, dtype=torch.float64, device=tensor.device)
     if tensor.numel() == 0:
         return total
     elements = _elements(tensor)
     dtype = torch.float64 if elements.dtype == torch.float64 else torch.float32
-    weights = _weights(elements).to(dtype).mul_(2.0**-63)
+    weights = _weights(elements)
+    both = torch.stack([weights, weights * torch.arange(weights.numel(), device=weights.device)])
+    both = both.to(dtype).mul_(2.0**-63)
     for number, piece in enumerate(_pieces(elements, weights.numel())):
         wide = piece.to(dtype).reshape(-1)
-        total[0] += torch.dot(wide, weights[: piece.numel()]) * (1 + number % 7)
-        total[1] += torch.dot(wide, wide)
+        total[:2] += torch.mv(both[:, : piece.numel()], wide) * (1 + number % 7)
+        total[2] += torch.dot(wide, wide)
     return total
 
 

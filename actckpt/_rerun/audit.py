@@ -205,12 +205,14 @@ class _Digest(NamedTuple):
 class RerunAudit:
     """Checksums of what one region saves (NOTE [ Audit of reruns ]). Its methods are called from C++."""
 
-    __slots__ = ("_different", "_found", "_is_explaining", "_modules", "_name", "_raises", "_rerun")
+    __slots__ = (
+        *("_different", "_found", "_is_explaining", "_modules", "_name", "_raises", "_rerun"),
+        *("frame", "wants_frame"),
+    )
 
     def __init__(self, name: str, *, raises: bool) -> None:
-        #: Of the function, for messages.
-        self._name = name
-        self._raises = raises
+        #: The function's name, for messages.
+        self._name, self._raises = name, raises
         #: By index of the saved tensor: in forward, and in the last rerun.
         self._found: dict[int, _Digest] = {}
         self._rerun: dict[int, _Digest] = {}
@@ -220,11 +222,30 @@ class RerunAudit:
         self._is_explaining = False
         #: Modules that saved the tensors.
         self._modules: dict[int, str | None] = {}
+        #: Whether the forward leaves its region here, and that region. Whoever asks for it takes it away.
+        self.wants_frame = False
+        self.frame: _C.Frame | None = None
 
     def note(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the forward saves."""
         if (digest := _digest(tensor)) is not None:
             self._found[index] = digest
+
+    def forward_done(self, frame: _C.Frame) -> None:
+        """The forward of this region has ended."""
+        if self.wants_frame:
+            self.frame = frame
+
+    def repeats(self, frame: _C.Frame) -> bool:
+        """Rerun a region right after its forward; return whether that saves the same tensors."""
+        try:
+            _C.rerun_again(frame)
+        except RerunMismatchError:
+            return False
+        self._different = self._compared()
+        different = self._explain(frame) if None in self._different.values() else self._different
+        self._different = None
+        return None not in different.values()
 
     def begin_rerun(self) -> None:
         """Forget what an earlier rerun saved."""
@@ -254,21 +275,21 @@ class RerunAudit:
         what |= {"shape": found.shape, "dtype": found.dtype}
         text = self._different[index]
         if text is None:
-            text = self._explain(slot)[index]
+            text = self._explain(_C.frame_of(slot))[index]
         if text is None:
             message = _DIFFERENT.format(**what)
             raise RerunMismatchError(f"{message}, so this backward has no right gradient.\n{_ADVICE}")
         warn_once(text, self._name, **what)
 
-    def _explain(self, slot: object) -> dict[int, WarningText | None]:
+    def _explain(self, frame: _C.Frame | None) -> dict[int, WarningText | None]:
         """Find which differences come from uninitialized memory (Rule 2); return the warnings by index."""
-        assert self._different is not None
+        assert self._different is not None and frame is not None
         first, found = self._rerun, []
         self._is_explaining = True
         try:
             for is_filled in (True, True, False, True):
                 with _Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
-                    _C.rerun_again(slot)
+                    _C.rerun_again(frame)
                 found.append(self._rerun)
         except Exception:
             return self._different
