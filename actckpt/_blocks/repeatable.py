@@ -136,16 +136,19 @@ class _Trace(ObservingMode):
         operator, written = operator_of(func), written_tensors(func, args, kwargs)
         assert isinstance(operator, Operator)
         overwritten = {id(tensor) for tensor in written} if operator.overwrites else set()
-        read = [self._digest(each) for each in pytree.tree_leaves((args, kwargs)) if id(each) not in overwritten]
+        given = [] if operator.is_view else pytree.tree_leaves((args, kwargs))  # a view reads no elements
+        read = [self._digest(each) for each in given if id(each) not in overwritten]
         result = func(*args, **kwargs)
         if func in self._found:
             if self._earlier.get(func):
                 result = self._earlier[func].pop(0)
             else:
                 self.results.setdefault(func, []).append(result)
-        given = {id(storage) for storage in _storages((args, kwargs))}
-        self._made.update({id(storage): storage for storage in _storages(result) if id(storage) not in given})
-        returned = [] if operator.is_uninitialised else pytree.tree_leaves(result)[: operator.num_compared]
+        passed = {id(storage) for storage in _storages((args, kwargs))}
+        self._made.update({id(storage): storage for storage in _storages(result) if id(storage) not in passed})
+        returned = (
+            [] if operator.is_uninitialised or operator.is_view else pytree.tree_leaves(result)[: operator.num_compared]
+        )
         digests = [self._digest(each) for each in [*returned, *written]]
         self.calls.append(_Call(func, module_name(), read, digests))
         return result

@@ -204,6 +204,18 @@ def test_operators_behind_the_first_one_are_found_too() -> None:
         assert_equal(_gradients(model), expected)
 
 
+def test_memory_that_is_filled_in_parts_is_not_mistaken_for_what_code_outside_writes() -> None:
+    def dispatch(x: Tensor) -> tuple[Tensor, Tensor]:
+        moved, layout = _dispatch(x)
+        parts = torch.empty_like(moved)
+        parts[:, :2], parts[:, 2:] = moved[:, :2], moved[:, 2:]
+        return parts, layout
+
+    expected, model = _gradients(Model(dispatch)), _applied(dispatch)
+    with pytest.warns(UserWarning, match=r"apply: actckpt_tests\.dispatch\.default in blocks\.0 gives other results"):
+        assert_equal(_gradients(model), expected)
+
+
 def test_state_of_the_program_still_raises() -> None:
     def dispatch(x: Tensor) -> tuple[Tensor, Tensor]:
         return x * float(next(_Calls.num)), torch.arange(len(x))

@@ -85,6 +85,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gemma 2": _causal("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=8),
     "gemma 3": _causal("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=8),
     "gemma 3n": _gemma3n,
+    "mixtral": _causal("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
+    "qwen 3 moe": _causal("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_EXPERTS, head_dim=8),
     "deepseek v3": _deepseek,
     "falcon": _falcon,
     "bloom": _bloom,
