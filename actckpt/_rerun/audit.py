@@ -70,8 +70,9 @@ _DIFFERENT = (
 _ADVICE = (
     "The function must do the same in both runs, but for torch's random numbers and buffers of modules: no Python or "
     "NumPy randomness, no list, cache, attribute or generator of its own that a call changes. Pass a policy, such as "
-    'policy="matmuls", whose regions run nothing again, or rng_trackers= for other random state. Where the difference '
-    'does no harm, pass determinism_check="none", or call actckpt.configure(audit="off").'
+    'policy="matmuls", whose regions run nothing again, or rng_trackers= for other random state. With apply, name an '
+    "operator that gives other results each time in actckpt.configure(opaque=[...]). Where the difference does no "
+    'harm, pass determinism_check="none", or call actckpt.configure(audit="off").'
 )
 _ROUNDED = WarningText(
     f"{_DIFFERENT}. The difference is as small as one of rounding.",
@@ -98,12 +99,10 @@ _OF_PARAMETER = "_actckpt_parameter"
 _Key = tuple[Any, ...]
 #: Calls that audits may look at: number, and references to the objects that the key names by id().
 _calls: dict[_Key, tuple[int, tuple[weakref.ref[Any], ...]]] = {}
-#: Maximum nesting of closures that a key looks into.
-_DEPTH = 3
+#: Maximum nesting of closures that a key looks into, and maximum number of keys.
+_DEPTH, _MOST_KEYS = 3, 4096
 #: Integers below this, and strings shorter than this, are part of a key; larger ones may count steps.
 _FEW = 64
-#: Maximum number of keys.
-_MOST_KEYS = 4096
 
 
 def audit_of(function: Callable[..., Any], *, raises: bool) -> RerunAudit | Literal[False] | None:
