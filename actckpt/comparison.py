@@ -15,6 +15,7 @@ from actckpt._blocks.choosing import Blocks, check_not_meta
 from actckpt._blocks.model_report import stayed
 from actckpt._budget.budget_config import BudgetConfig, check_budget
 from actckpt._budget.running import Candidate, device_of
+from actckpt._core import devices
 from actckpt._core.optimizers import Optimizers, optimizers_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
@@ -227,8 +228,9 @@ def _check_not_applied(model: torch.nn.Module) -> None:
 
 
 def offloads(model: torch.nn.Module) -> bool:
-    """Return whether `offload` is a default policy: the model is on a device that supports it."""
-    return not no_backend(device_of(model).type)
+    """Return whether `offload` is a default policy: the model is on a device that gains by it."""
+    device_type = device_of(model).type
+    return not no_backend(device_type) and not devices.is_integrated(device_type)
 
 
 def default_policies(*, offloads: bool) -> dict[str, Any]:

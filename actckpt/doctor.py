@@ -52,6 +52,10 @@ def _device(measure: bool) -> Iterator[Finding]:
         yield "offload of GPU tensors", f"off: {reason}"
         return
     settings = config.settings()
+    if accelerator.is_integrated:
+        place = f"to disk only, {settings.spill_dir}" if settings.spill_dir else "off"
+        yield "offload of GPU tensors", f"{place}: the GPU uses the host's memory, where a copy frees none"
+        return
     host, source = settings.host_limit, "configured"
     if host is None:
         host, source = limits.default_host_limit(), "half of what is available, per local rank"

@@ -1,7 +1,8 @@
 """Measured bandwidth of offloading, for cost tables.
 
-Plans offload if there is a store for the model's tensors. Devices with an engine backend offload to pinned memory. A
-CPU offloads to disk, and only if `configure(spill_dir=...)` names a folder or a pin says so.
+Plans offload if there is a store for the model's tensors. Devices with an engine backend offload to pinned memory,
+unless they are integrated. A CPU offloads to disk, and only if `configure(spill_dir=...)` names a folder or a pin says
+so.
 
 Pieces of the smallest size that plans offload are copied out and back, on a device in both directions at once, on their
 own streams and timed by their events. A slow piece counts, since training has other traffic. This is done once per
@@ -49,7 +50,7 @@ def is_linked(device: torch.device, pins: Pins | None) -> bool:
     """Return whether plans may offload tensors of a device."""
     if device.type == "cpu":
         return config.settings().spill_dir is not None or pins_offload(pins)
-    return stores.why_none(device.type) == ""
+    return stores.why_none(device.type) == "" and not devices.is_integrated(device.type)
 
 
 def pins_offload(pins: Pins | None) -> bool:

@@ -69,6 +69,11 @@ class Accelerator:
         """Return the device's name."""
         return str(self.module.get_device_name(device)) if self._has("get_device_name") else str(device)
 
+    @functools.cached_property
+    def is_integrated(self) -> bool:
+        """Whether all devices use the host's memory: a copy to the host frees nothing."""
+        return False
+
     def facts_of(self, device: torch.device) -> GpuFacts | None:
         """Return facts from the vendor's management library; None if there is none."""
         return None

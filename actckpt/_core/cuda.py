@@ -1,5 +1,6 @@
 """CUDA devices: the only file that uses `torch.cuda`."""
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +31,11 @@ class Cuda(Accelerator):
             self._has_order = True
             torch_settings.settle_sdp_order(self.device_at(index))
         return index
+
+    @functools.cached_property
+    def is_integrated(self) -> bool:
+        """`cudaDevAttrIntegrated`, as of GB10 and Jetson."""
+        return {bool(torch.cuda.get_device_properties(i).is_integrated) for i in range(self.device_count())} == {True}
 
     def stream_handle(self, device: torch.device) -> int:
         return torch.cuda.current_stream(device).cuda_stream

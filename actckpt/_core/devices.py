@@ -40,6 +40,7 @@ __all__ = [
     "has_passed",
     "host_seconds",
     "is_capturing",
+    "is_integrated",
     "is_on_accelerator",
     "moment",
     "register",
@@ -82,6 +83,12 @@ def counting(device: torch.device) -> Accelerator | None:
     """Return the accelerator of a device if its allocator has statistics; None: bytes must be counted otherwise."""
     accelerator = accelerator_of(device.type)
     return accelerator if accelerator is not None and accelerator.counts_memory else None
+
+
+def is_integrated(device_type: str) -> bool:
+    """Whether devices of a type use the host's memory; False for the CPU."""
+    accelerator = accelerator_of(device_type)
+    return accelerator is not None and accelerator.is_integrated
 
 
 def current() -> Accelerator | None:

@@ -21,7 +21,7 @@ __all__ = ["READ", "SMALL", "Entry", "Figures", "RecordedValue", "Report", "Row"
 READ = "others are replayed from it"
 #: Why a value that the policy offloads stays.
 SMALL = "smaller than min_bytes"
-_NOTHING = "Nothing was saved here that could be moved."
+_NOTHING = "Nothing was moved here."
 
 
 @dataclasses.dataclass

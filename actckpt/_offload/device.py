@@ -2,6 +2,7 @@
 
 Copies go to pinned host memory on side streams. If that is full, they go to disk if `configure(spill_dir=...)` names a
 folder. If nothing has room, the tensor stays. csrc/engine/protocol/README.md has the rules of streams and events.
+An integrated device uses the host's memory: nothing goes to pinned memory there.
 """
 
 import functools
@@ -52,9 +53,10 @@ class DeviceStore:
         host = settings.host_limit if settings.host_limit is not None else limits.default_host_limit()
         file = None if settings.spill_dir is None else spill_file(settings)
         bounce, buffer = limits.bounce_sizes(host if file else 0)
+        pinned = 0 if accelerator.is_integrated else host - bounce
         engine = _C.DeviceEngine.cuda(
             library=accelerator.driver_library,
-            limit_bytes=host - bounce,
+            limit_bytes=pinned,
             window_bytes=settings.window_bytes,
             release=functools.partial(record_streams, accelerator),
             spill_file=file,
@@ -62,7 +64,7 @@ class DeviceStore:
             buffer_bytes=buffer,
             num_workers=max(1, settings.num_workers),
         )
-        return cls(engine, accelerator, host - bounce)
+        return cls(engine, accelerator, pinned)
 
     @property
     def window_bytes(self) -> int:
@@ -90,14 +92,15 @@ class DeviceStore:
         address = source.storage.data_ptr() + source.start
         ticket = self.engine.put(address, nbytes, device.index, stream, source, must=must)
         if isinstance(ticket, _C.Kept):
-            notices.tell_kept(self.engine, ticket, nbytes)
+            notices.tell_kept(self.engine, ticket, nbytes, is_integrated=self.accelerator.is_integrated)
             return None
         if ticket.tier == "disk":
             self._tell_of_disk()
         return ticket
 
     def _tell_of_disk(self) -> None:
-        notices.tell_of_disk()
+        if not self.accelerator.is_integrated:
+            notices.tell_of_disk()
         stats = self.engine.stats()
         if stats.num_failed_writes != self._num_failed:
             self._num_failed = stats.num_failed_writes

@@ -3,7 +3,7 @@
 import logging
 import threading
 
-from actckpt import _C
+from actckpt import _C, config
 from actckpt._core.warning_texts import WarningText
 
 __all__ = [
@@ -47,6 +47,18 @@ _STORE_FULL = WarningText(
     "No store has room for {tensor} MiB of a GPU tensor: it stays on the GPU. Pinned memory holds {held} of at "
     "most {limit} MiB.",
     "Raise configure(host_limit=...), or set spill_dir; actckpt.stats().kept_full counts these tensors.",
+    per="process",
+)
+_INTEGRATED = WarningText(
+    "Nothing is offloaded to the host: this GPU uses the host's memory, so a copy there frees none. Tensors stay.",
+    "Recompute them (policy='recompute', actckpt.checkpoint), or set configure(spill_dir=...) to offload to disk; "
+    "actckpt.stats().kept_full counts these tensors.",
+    per="process",
+)
+_CAPTURING = WarningText(
+    "Tensors saved while a stream is captured into a CUDA graph are not offloaded: a graph cannot wait for copies "
+    "outside of it. They stay on the GPU, in the memory of the graph.",
+    "Capture with policies that recompute (docs/cuda-graphs.md); actckpt.stats().kept_capturing counts these tensors.",
     per="process",
 )
 _DEVICE_FAILED = WarningText(
@@ -101,9 +113,13 @@ def tell_of_full_file(engine: _C.DeviceEngine, nbytes: int) -> None:
     _warn_once(_DISK_FULL, error=reason)
 
 
-def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int) -> None:
+def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int, *, is_integrated: bool = False) -> None:
     """Log why a device tensor stays, unless that is expected."""
-    if why == _C.Kept.FULL:
+    if why == _C.Kept.CAPTURING:
+        _warn_once(_CAPTURING)
+    elif why == _C.Kept.FULL and is_integrated:
+        _warn_once(_INTEGRATED) if config.settings().spill_dir is None else tell_of_full_file(engine, nbytes)
+    elif why == _C.Kept.FULL:
         pool = engine.pool_stats()
         sizes = {"tensor": nbytes, "held": pool.stored_bytes, "limit": pool.limit_bytes}
         _warn_once(_STORE_FULL, **{name: f"{size / 2**20:.1f}" for name, size in sizes.items()})

@@ -10,6 +10,7 @@ import torch
 from demo_training import Training
 from internals.stores import offload_from
 from oracle import assert_equal
+from sim import device
 
 import actckpt
 from actckpt import _C, Action
@@ -109,6 +110,20 @@ def test_a_plan_of_a_step_offloads_and_is_predicted() -> None:
     actckpt.apply(training.model, policy=plan)
     _check(training, plan, plainly, budget)
     assert training.peak() == pytest.approx(plan.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("rates", [(8e6, 20e6), (20e6, 8e6)], ids=["slower to the host", "slower from the host"])
+def test_plans_use_the_rate_of_each_direction(rates: tuple[float, float]) -> None:
+    """GH200 and GB200 differ by 2.5 times. A plan that takes the faster one for both is slower than it predicts."""
+    plainly = _Plainly()
+    budget = plainly.budget(0.5)
+    with device.timed(link_bytes_per_s=rates, kernel_bytes_per_s=200e6):
+        training = Training(layers=_LAYERS)
+        plan = actckpt.plan(training.step, model=training.model, budget=budget, race=False)
+        assert (plan.costs.d2h_bytes_per_s, plan.costs.h2d_bytes_per_s) == pytest.approx(rates)
+        assert _num_offloaded(plan) > 0
+        actckpt.apply(training.model, policy=plan)
+        _check(training, plan, plainly, budget)
 
 
 def test_budgets_are_met_where_the_program_holds_an_input() -> None:

@@ -191,19 +191,30 @@ def num_driver_calls() -> int:
 
 
 @contextmanager
-def timed(*, link_bytes_per_s: float = 0.0, kernel_bytes_per_s: float = 0.0) -> Iterator[None]:
+def timed(*, link_bytes_per_s: float | tuple[float, float] = 0.0, kernel_bytes_per_s: float = 0.0) -> Iterator[None]:
     """Let work take simulated time; it runs when it does all the same. See `clock`, and events with timing.
 
     Args:
         link_bytes_per_s: of copies to and from pinned memory, those of one device and direction one after the other;
-            0: no time.
+            0: no time. Of both directions, or two: to the host and back.
         kernel_bytes_per_s: of all that a kernel reads and writes; 0: no time.
     """
-    _device.set_rates(link_bytes_per_s, kernel_bytes_per_s)
+    out, back = link_bytes_per_s if isinstance(link_bytes_per_s, tuple) else (link_bytes_per_s,) * 2
+    _device.set_rates(out, back, kernel_bytes_per_s)
     try:
         yield
     finally:
-        _device.set_rates(0.0, 0.0)
+        _device.set_rates(0.0, 0.0, 0.0)
+
+
+@contextmanager
+def integrated() -> Iterator[None]:
+    """Let the devices say that they use the host's memory."""
+    torch.sim._is_integrated = True
+    try:
+        yield
+    finally:
+        torch.sim._is_integrated = False
 
 
 def clock() -> float:

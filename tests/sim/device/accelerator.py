@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,10 @@ class Simulated(devices.Accelerator):
 
     def __init__(self) -> None:
         super().__init__("sim")
+
+    @functools.cached_property
+    def is_integrated(self) -> bool:
+        return bool(torch.sim.get_device_properties().is_integrated)
 
     def stream_handle(self, device_: torch.device) -> int:
         return device.stream_handle(device_)

@@ -98,8 +98,11 @@ def _devices(module: Any, extension: Any) -> None:
     module.set_device = lambda device: torch.accelerator.set_device_index(_index(device))
     module.device = _OnDevice
     module.get_device_name = lambda device=None: "simulated accelerator"
+    module._is_integrated = False
     module.get_device_properties = lambda device=None: types.SimpleNamespace(
-        name=module.get_device_name(device), total_memory=extension.capacity(_index(device))
+        name=module.get_device_name(device),
+        total_memory=extension.capacity(_index(device)),
+        is_integrated=module._is_integrated,
     )
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     module.is_bf16_supported = lambda: True

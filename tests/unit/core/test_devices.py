@@ -146,6 +146,22 @@ def test_only_nvidia_devices_have_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
+    ("attributes", "expected"), [((), False), ((0,), False), ((1, 0), False), ((1,), True), ((1, 1), True)]
+)
+def test_cuda_devices_are_integrated_if_all_say_so(
+    attributes: tuple[int, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(attributes))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(is_integrated=attributes[index])
+    )
+    cuda = Cuda()
+    assert cuda.is_integrated is expected and Accelerator(KIND).is_integrated is False
+    monkeypatch.setitem(devices._accelerators, "cuda", cuda)
+    assert devices.is_integrated("cuda") is expected and devices.is_integrated("cpu") is False
+
+
+@pytest.mark.parametrize(
     ("fraction", "reserved", "expected"), [(1.0, 2, (50, 80)), (0.5, 10, (30, 40)), (0.1, 9, (0, 8))]
 )
 def test_memory_that_a_process_may_not_have_is_not_free(

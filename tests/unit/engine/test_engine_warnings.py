@@ -105,7 +105,7 @@ class Engine:
         ([_C.Kept.FULL] * 3, True, [r"1\.0 MiB.*3\.0 of at most 4\.0 MiB.*host_limit"]),
         ([_C.Kept.BUSY], False, []),  # what "prefer" keeps is counted only
         ([_C.Kept.BEHIND], False, []),
-        ([_C.Kept.CAPTURING], False, []),
+        ([_C.Kept.CAPTURING] * 2, False, ["CUDA graph.*kept_capturing"]),
         ([SimpleNamespace(tier=tier) for tier in ("pinned", "disk", "disk")], True, ["the spill file", "is full"]),
         ([_C.Kept.STRANDED, _C.Kept.FAILED], True, [r"cuX returned \(700\)"]),
     ],

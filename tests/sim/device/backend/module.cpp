@@ -68,9 +68,9 @@ void bind_time(py::module_& module) {
     const Lock lock = lock_machine();
     streams().advance(lock, found(lock, device, id), seconds);
   });
-  module.def("set_rates", [](double link_bytes_per_s, double kernel_bytes_per_s) {
+  module.def("set_rates", [](double out_bytes_per_s, double back_bytes_per_s, double kernel_bytes_per_s) {
     const Lock lock = lock_machine();
-    streams().link_bytes_per_s = link_bytes_per_s;
+    streams().link_bytes_per_s = {out_bytes_per_s, back_bytes_per_s};
     streams().kernel_bytes_per_s = kernel_bytes_per_s;
   });
 }

@@ -258,11 +258,12 @@ void Streams::settle(Lock& lock) {
 }
 
 void Streams::take_link(const Lock&, Stream* stream, Direction direction, std::size_t bytes) {
-  if (link_bytes_per_s <= 0.0) {
+  const double bytes_per_s = link_bytes_per_s[static_cast<std::size_t>(direction)];
+  if (bytes_per_s <= 0.0) {
     return;
   }
   double& free_s = link_free_s_[static_cast<std::size_t>(stream->device)][static_cast<std::size_t>(direction)];
-  free_s = std::max(now(stream), free_s) + static_cast<double>(bytes) / link_bytes_per_s;
+  free_s = std::max(now(stream), free_s) + static_cast<double>(bytes) / bytes_per_s;
   stream->time_s = free_s;
 }
 

@@ -119,8 +119,8 @@ class Streams {
     kernels_time_s_ = std::max(kernels_time_s_, stream->time_s);
   }
   double host_time_s() const { return host_time_s_; }
-  double link_bytes_per_s = 0.0;    // 0: no time
-  double kernel_bytes_per_s = 0.0;  // of all that a kernel reads and writes; 0: no time
+  std::array<double, 2> link_bytes_per_s{};  // by direction; 0: no time
+  double kernel_bytes_per_s = 0.0;           // of all that a kernel reads and writes; 0: no time
 
  private:
   friend class KernelScope;
