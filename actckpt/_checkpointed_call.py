@@ -22,7 +22,7 @@ from actckpt._replay.choice import Choice
 from actckpt._rerun.audit import RerunAudit, audit_of
 from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
-from actckpt.policies import choice_of, selective_choice
+from actckpt.policies import Policy, choice_of, selective_choice
 
 __all__ = ["checkpoint_call"]
 
@@ -48,7 +48,7 @@ def checkpoint_call(
     """
     if not is_eager and torch.compiler.is_compiling():
         return _checkpoint_in_compiled_code(function, args, kwargs, options, input_hooks)
-    policy = options.policy
+    policy = _policy_of(options, inside)
     if options.use_reentrant or policy is not None or options.determinism_check != "default" or NEWER_KEYWORDS:
         options.check(kwargs)
     if not torch.is_grad_enabled():
@@ -76,6 +76,12 @@ def checkpoint_call(
     except RuntimeError as error:
         messages.raise_if_hooks_are_refused(error, "checkpoint")
         raise
+
+
+def _policy_of(options: CheckpointOptions, inside: RegionOptions) -> Policy | None:
+    """Return the policy. In a capture, what a plan reruns is replayed: a rerun would draw other random numbers."""
+    is_captured = inside.counts_anew and options.policy == "recompute" and devices.is_capturing()
+    return [] if is_captured else options.policy
 
 
 def _run_common(

@@ -1,8 +1,8 @@
 """Measured bandwidth of offloading, for cost tables.
 
 Plans offload if there is a store for the model's tensors. Devices with an engine backend offload to pinned memory,
-unless they are integrated. A CPU offloads to disk, and only if `configure(spill_dir=...)` names a folder or a pin says
-so.
+unless they are integrated or `configure(host_limit=0)` allows none. A CPU offloads to disk, and only if
+`configure(spill_dir=...)` names a folder or a pin says so.
 
 Pieces of the smallest size that plans offload are copied out and back, on a device in both directions at once, on their
 own streams and timed by their events. A slow piece counts, since training has other traffic. This is done once per
@@ -50,7 +50,8 @@ def is_linked(device: torch.device, pins: Pins | None) -> bool:
     """Return whether plans may offload tensors of a device."""
     if device.type == "cpu":
         return config.settings().spill_dir is not None or pins_offload(pins)
-    return stores.why_none(device.type) == "" and not devices.is_integrated(device.type)
+    can_pin = not devices.is_integrated(device.type) and config.settings().host_limit != 0
+    return stores.why_none(device.type) == "" and can_pin
 
 
 def pins_offload(pins: Pins | None) -> bool:

@@ -34,7 +34,7 @@ from actckpt._budget.bandwidth import is_linked, poll
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
-from actckpt._core import torch_private
+from actckpt._core import devices, torch_private
 from actckpt._core.memory_by_module import explain
 from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
@@ -213,8 +213,8 @@ class BudgetLoop:
         if torch_private.innermost_transform() is not None:  # tensors of torch.func have no bytes of their own
             use_settings(self._forwards, {})
             return
-        if checkpoint_around() is not None:
-            raise BlocksError(texts.CHECKPOINTED)
+        if (captures := devices.is_capturing()) or checkpoint_around() is not None:
+            raise BlocksError(texts.CAPTURED if captures else texts.CHECKPOINTED)
         if self._num_unread >= _MOST_UNREAD:
             self._warn(texts.UNREAD, forwards=_MOST_UNREAD)
         self.is_called = True

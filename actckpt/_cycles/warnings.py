@@ -5,6 +5,7 @@ from __future__ import annotations
 from actckpt._core.warning_texts import WarningText
 
 __all__ = [
+    "CAPTURED",
     "CHECKPOINTED",
     "COMPILED",
     "GROWS",
@@ -21,6 +22,11 @@ COMPILED = WarningText(
     "Compile the blocks instead of the model (block.compile() for each one), or pass a policy in place of the budget. "
     "Or leave apply out and give the compiler a share: torch._functorch.config.activation_memory_budget = 0.5.",
     per="model",
+)
+CAPTURED = (
+    "apply: a model with a budget was called while its stream is captured into a CUDA graph, where no step can be "
+    "measured. Capture a plan: plan = actckpt.report(model).plan after the first steps, actckpt.remove(model), "
+    "actckpt.apply(model, policy=plan)."
 )
 CHECKPOINTED = (
     "apply: a model with a budget was called inside a checkpoint, which runs it again in backward: the budget cannot "

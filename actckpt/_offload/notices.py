@@ -58,7 +58,7 @@ _INTEGRATED = WarningText(
 _CAPTURING = WarningText(
     "Tensors saved while a stream is captured into a CUDA graph are not offloaded: a graph cannot wait for copies "
     "outside of it. They stay on the GPU, in the memory of the graph.",
-    "Capture with policies that recompute (docs/cuda-graphs.md); actckpt.stats().kept_capturing counts these tensors.",
+    "In a capture use policies that recompute, such as policy=[]; actckpt.stats().kept_capturing counts these tensors.",
     per="process",
 )
 _DEVICE_FAILED = WarningText(

@@ -21,10 +21,21 @@ class DeviceGenerator final : public c10::GeneratorImpl {
   std::uint64_t get_offset() const override { return cpu_.get_offset(); }
   std::uint64_t current_seed() const override { return cpu_.current_seed(); }
   std::uint64_t seed() override { return cpu_.seed(); }
-  void set_state(const c10::TensorImpl& state) override { cpu_.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu_.unsafeGetGeneratorImpl()->get_state(); }
+  void set_state(const c10::TensorImpl& state) override {
+    check_nothing_captures();
+    cpu_.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    check_nothing_captures();
+    return cpu_.unsafeGetGeneratorImpl()->get_state();
+  }
 
  private:
+  // As torch's generator of CUDA.
+  static void check_nothing_captures() {
+    const Lock lock = lock_machine();
+    TORCH_CHECK(!streams().is_any_capturing(), "the state of a generator was used while a stream is captured");
+  }
   DeviceGenerator* clone_impl() const override { return new DeviceGenerator(device().index(), cpu_.clone()); }
 
   at::Generator cpu_;
