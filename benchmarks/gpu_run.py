@@ -17,6 +17,7 @@ long_context      32k, 64k and 128k tokens in 70 GiB
 llama_8b          8B parameters with AdamW: tokens per second, share of the device's FLOP/s
 vit, llama_2k     smaller blocks
 transformer_engine  blocks in bfloat16 and FP8, with fused attention
+cuda_graphs       captured steps of a small ViT: plain, recomputed, under a plan
 moe               a mixture of experts
 gradients         of every plan that ran, with deterministic kernels, beside plain ones
 
@@ -52,15 +53,16 @@ _RESERVE_SECONDS = 8
 _MEASUREMENTS = (
     {"link": 20, "capped": 35},
     {
-        "llama": 80,
-        "llama_compiled": 75,
-        "long_context": 60,
+        "llama": 74,
+        "llama_compiled": 68,
+        "long_context": 56,
         "llama_8b": 50,
         "vit": 25,
         "llama_2k": 20,
         "transformer_engine": 30,
+        "cuda_graphs": 22,
         "moe": 20,
-        "gradients": 25,
+        "gradients": 22,
     },
 )
 

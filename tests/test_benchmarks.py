@@ -210,6 +210,9 @@ def _check_rows_of_methods(rows: dict[str, Any]) -> None:
     assert all(row["compiled_graphs"] > 0 for name, row in compiled.items() if name.startswith("compiled"))
     assert rows["llama_8b"]["rate, torch checkpoint"]["mfu"] is None
     assert "not_installed" in rows["transformer_engine"]["TransformerEngine"]
+    captured = {name: row for name, row in rows["cuda_graphs"].items() if name.startswith("captured, ")}
+    assert len(captured) == 4 and all(row["host_ms"] > 0 for row in captured.values())
+    assert all(row["captured_peak_bytes"] is None for row in captured.values()), "the simulated device has no graphs"
 
 
 def _check_rows_of_budgets(rows: dict[str, Any], plans: Path) -> None:

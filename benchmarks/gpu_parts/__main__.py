@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import actckpt
 from gpu_parts import copies, te
 from gpu_parts.machines import machine
 from gpu_parts.methods import (
@@ -19,6 +20,7 @@ from gpu_parts.methods import (
     KEEPS_MATMULS,
     OFFLOADED_INPUTS,
     PLAIN,
+    REPLAYS_ALL,
     TRL_CHECKPOINT,
     Method,
     budgets,
@@ -107,6 +109,14 @@ def llama_2k(rows: Rows, plans: Path) -> None:
     _side_by_side(rows, plans, LLAMA._replace(tokens=2048), _few(rows, [*EAGER[:5], *budgets()]), 4)
 
 
+def cuda_graphs(rows: Rows, plans: Path) -> None:
+    """Steps of a small ViT, whose time is that of the host, beside the same steps in CUDA graphs."""
+    actckpt.configure(host_limit=0)  # plans that move nothing
+    bench = Bench(rows, _sizes(rows, VIT._replace(layers=12, tokens=32)), "", plans)
+    bench.run([PLAIN, REPLAYS_ALL, KEEPS_MATMULS, *budgets((0.4,))])
+    bench.capture()
+
+
 def moe(rows: Rows, plans: Path) -> None:
     """A mixture of experts, whose shapes differ from step to step."""
     _side_by_side(rows, plans, MOE, _few(rows, [*EAGER[:2], EAGER[3], *budgets((0.05, 0.4))]), 4)
@@ -156,7 +166,19 @@ def gradients(rows: Rows, plans: Path) -> None:
 
 PARTS: dict[str, Callable[[Rows, Path], None]] = {
     part.__name__: part
-    for part in (link, capped, llama, llama_compiled, long_context, llama_8b, vit, llama_2k, moe, gradients)
+    for part in (
+        link,
+        capped,
+        llama,
+        llama_compiled,
+        long_context,
+        llama_8b,
+        vit,
+        llama_2k,
+        cuda_graphs,
+        moe,
+        gradients,
+    )
 }
 PARTS["transformer_engine"] = lambda rows, plans: te.measure(rows)
 

@@ -22,6 +22,7 @@ __all__ = [
     "MATMULS",
     "OFFLOADED_INPUTS",
     "PLAIN",
+    "REPLAYS_ALL",
     "TRL_CHECKPOINT",
     "Method",
     "budgets",
@@ -143,6 +144,7 @@ PLAIN = Method("plain")
 CHECKPOINT = Method("torch checkpoint", _checkpointed)
 TRL_CHECKPOINT = Method("TRL offload, checkpoint", _trl_checkpointed, spans_backward=True)
 KEEPS_MATMULS = Method("actckpt keeps matmuls", _ours("matmuls"))
+REPLAYS_ALL = Method("actckpt replays all", _ours([]))
 OFFLOADED_INPUTS = Method("actckpt checkpoint, offloaded inputs", _ours("recompute", offload_inputs=True))
 EAGER = (
     CHECKPOINT,

@@ -198,6 +198,21 @@ class Bench:
             file.write(json.dumps(line) + "\n")
         return name
 
+    def capture(self) -> None:
+        """Write a row per method that ran: its step in a CUDA graph, where the device has them."""
+        for name, training in self.trainings.items():
+            self._measure(f"captured, {name}", partial(self._captured, training))
+
+    def _captured(self, training: _Training) -> Row:
+        if training.method.budget_share is not None:  # a budget measures steps, which a graph cannot
+            plan = actckpt.report(training.model).plan
+            actckpt.remove(training.model)
+            actckpt.apply(training.model, policy=plan)
+        step, captured_bytes = _graph_of(training.step, self.rows.machine.device)
+        row = medians(self.rows.run(step) for _ in range(_STEPS))
+        kept = actckpt.stats().kept_capturing
+        return {**row, "captured_peak_bytes": captured_bytes, "kept_capturing": kept}
+
     def turns(self, rounds: int) -> None:
         """Time all methods in turns, in an order by chance; at the end their ratios to the plain step of a round."""
         times: dict[str, list[float | None]] = {name: [] for name in self.trainings}
@@ -221,6 +236,24 @@ class Bench:
                 low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
                 found[name] = {"median": statistics.median(ratios), "quartiles": [low, high], "rounds": len(ratios)}
         return found
+
+
+def _graph_of(step: Callable[[], None], device: torch.device) -> tuple[Callable[[], None], int | None]:
+    """Return the replay of a step as a CUDA graph, and its peak; the step itself where the device has no graphs."""
+    module = torch.get_device_module(device)
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for _ in range(_WARM_UPS):
+            step()
+    torch.accelerator.current_stream().wait_stream(side)
+    if not hasattr(module, "CUDAGraph"):
+        return step, None
+    graph = module.CUDAGraph()
+    torch.accelerator.reset_peak_memory_stats()
+    with module.graph(graph):
+        step()
+    return graph.replay, torch.accelerator.max_memory_allocated()
 
 
 def _num_compiled_graphs() -> int:
