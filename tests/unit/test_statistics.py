@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import sim
 import torch
-from internals.stores import PythonStore
 
 import actckpt
 from actckpt import _C, config
@@ -55,12 +54,6 @@ def _train(count: int = 3) -> None:
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], h.detach().cos() * 1.5)
 
 
-def test_nothing_is_kept_where_there_is_room(tmp_path: Path) -> None:
-    _use(CpuStore.on_disk(str(tmp_path)))
-    _train()
-    assert _kept() == {} and actckpt.stats().offloaded_bytes == 3 * PAGE
-
-
 def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
     _use(CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
     _train()
@@ -90,20 +83,6 @@ def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) ->
     assert _kept() == {"kept_full": 3}
     actckpt.reset_stats()
     assert _kept() == {}
-
-
-def test_what_would_wait_for_the_window_and_must_not_is_busy(tmp_path: Path) -> None:
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.hold_writes = True
-    io.set(faults)
-    store = PythonStore(sim.disk_store(str(tmp_path), io, window_bytes=PAGE))
-    _use(store)
-    sources = [_C.Bytes(torch.randn(PAGE // 4).untyped_storage(), 0) for _ in range(6)]
-    tickets = [store.put(source, PAGE, must=False) for source in sources]
-    assert [ticket is None for ticket in tickets] == [False] * 4 + [True] * 2, "four bounce buffers"
-    assert _kept() == {"kept_busy": 2}
-    io.set(sim.Faults())
-    store.inner.flush()
 
 
 class _Device:

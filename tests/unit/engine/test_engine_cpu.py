@@ -189,15 +189,6 @@ def test_a_failing_disk_loses_nothing_and_is_reported(folder: str, make_bytes: M
     assert rig.engine.stats().stuck_bytes == 0 and rig.file.stats().disk_bytes == 0
 
 
-def test_a_full_limit_keeps(folder: str, make_bytes: Make) -> None:
-    rig = Rig(folder, limit_bytes=MIB)
-    arrays = [make_bytes(MIB // 2) for _ in range(5)]
-    tickets = [rig.try_put(array) for array in arrays]
-    assert tickets[2:] == [_C.Kept.FULL] * 3 and rig.engine.stats().num_failed_writes == 0
-    for ticket, array in zip(tickets[:2], arrays, strict=False):
-        assert isinstance(ticket, _C.DeviceTicket) and np.array_equal(load(ticket), array)
-
-
 @pytest.mark.parametrize("urgent", [True, False])
 def test_an_altered_byte_raises_in_get_and_never_returns(rig: Rig, make_bytes: Make, urgent: bool) -> None:
     data = make_bytes(MIB)

@@ -53,15 +53,6 @@ def rig() -> Iterator[Rig]:
     gc.collect()
 
 
-def test_a_source_in_flight_is_revived_and_its_user_recorded(rig: Rig) -> None:
-    tensor = Tensor()
-    ticket = rig.put(tensor)
-    assert ticket.get(0, OTHER) == (tensor, False)
-    rig.settle()
-    assert rig.released == [(tensor, [(0, DEFAULT), (0, OTHER)])]
-    assert ticket.get(0, DEFAULT) is None
-
-
 def test_a_call_enters_its_context_once_and_the_mode_of_capture_where_it_queries(rig: Rig) -> None:
     tickets = [rig.put(Tensor()) for _ in range(3)]  # makes streams and events
     rig.settle()
@@ -129,18 +120,6 @@ def test_the_window_releases_the_oldest_sources_at_once() -> None:
     assert len(tickets) == 5 and rig.cuda.faults == []
 
 
-def test_a_window_that_follows_the_sizes_grows_with_their_root_and_begins_anew() -> None:
-    rig = Rig(window_bytes=None, limit_bytes=1 << 30)
-    assert rig.engine.stats().window_bytes == 4 << 20
-    tickets = [rig.put(Tensor(pages=512)) for _ in range(64)]  # of 2 MiB
-    assert rig.engine.stats().window_bytes == 16 << 20
-    assert rig.engine.stats().peak_inflight_bytes <= (16 + 2) << 20
-    assert len(rig.released) == 64 - 8
-    tickets.clear()
-    rig.settle()
-    assert rig.engine.stats().window_bytes == 4 << 20
-
-
 def test_drop_makes_no_driver_call_and_nothing_in_flight_is_freed(rig: Rig) -> None:
     tensor = Tensor()
     alive = weakref.ref(tensor)
@@ -155,19 +134,6 @@ def test_drop_makes_no_driver_call_and_nothing_in_flight_is_freed(rig: Rig) -> N
     rig.released.clear()
     assert alive() is None
     assert rig.engine.stats().num_live == 0
-
-
-def test_an_unread_prefetch_outlives_its_copy(rig: Rig) -> None:
-    ticket = rig.put(Tensor())
-    rig.settle()
-    buffer = Tensor()
-    alive = weakref.ref(buffer)
-    assert ticket.load(*ticket.put_stream, buffer.ptr, buffer, urgent=False)
-    del buffer
-    ticket.unload()
-    assert alive() is not None and rig.engine.stats().graveyard_bytes == PAGE
-    rig.settle()
-    assert alive() is None and rig.engine.stats().graveyard_bytes == 0
 
 
 def test_a_read_destination_is_dropped_at_once(rig: Rig) -> None:
@@ -191,22 +157,15 @@ def test_a_capturing_stream_keeps(rig: Rig, stream: int) -> None:
     assert sys.getrefcount(tensor) == count and rig.engine.stats().num_kept_capturing == 1
 
 
-def test_a_reload_on_a_capturing_stream_raises_and_polls_go_on(rig: Rig) -> None:
-    ticket = rig.put(Tensor())
-    rig.settle()
-    rig.cuda.set_capturing(1, True)
-    rig.engine.poll()  # queries run in RELAXED mode
-    with pytest.raises(_C.OffloadError, match="reload before capture"):
-        ticket.get(0, OTHER)
-    assert rig.engine.stats().last_error == ""
-
-
 def test_what_a_capturing_stream_or_a_dropped_ticket_cannot_do_raises(rig: Rig) -> None:
     ticket = rig.put(Tensor())
     rig.settle()
     buffer = Tensor()
     count = sys.getrefcount(buffer)
     rig.cuda.set_capturing(1, True)
+    rig.engine.poll()  # queries run in RELAXED mode
+    with pytest.raises(_C.OffloadError, match="get: the stream is being captured .*reload before capture"):
+        ticket.get(0, OTHER)
     with pytest.raises(_C.OffloadError, match="load: the stream is being captured: reload before capture"):
         ticket.load(0, OTHER, buffer.ptr, buffer, urgent=True)
     rig.cuda.set_capturing(1, False)
@@ -258,16 +217,6 @@ def test_a_refused_pin_keeps_and_fixes_the_limit() -> None:
     assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FULL
     stats = rig.engine.pool_stats()
     assert (stats.limit_bytes, stats.num_refused_pins, stats.pool_bytes) == (0, 1, 0)
-
-
-def test_slabs_are_pinned_and_unpinned() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor())
-    assert rig.cuda.num_pinned_bytes == rig.engine.pool_stats().pool_bytes > 0
-    ticket.drop()
-    rig.settle()
-    assert rig.engine.trim() > 0
-    assert rig.cuda.num_pinned_bytes == 0
 
 
 def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:

@@ -59,15 +59,6 @@ def test_many_blocks_freed_and_rewritten_in_any_order(folder: str, make_bytes: M
     assert file.stats().file_bytes == file.stats().peak_disk_bytes
 
 
-def test_freed_space_is_used_before_the_file_grows(folder: str, make_bytes: Make) -> None:
-    file = _C.SpillFile(folder)
-    for _ in range(3):
-        blocks = [write(file, make_bytes(MIB)) for _ in range(4)]
-        while blocks:
-            blocks.pop().free()
-    assert file.stats().file_bytes == 4 * MIB and file.stats().disk_bytes == 0
-
-
 def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: Make) -> None:
     file = _C.SpillFile(folder, limit_bytes=2 * MIB)
     block = write(file, make_bytes(MIB + 1))

@@ -95,13 +95,6 @@ def test_limit_holds_and_the_error_names_both_numbers() -> None:
     assert pool.allocate(10 * MIB).nbytes == 10 * MIB
 
 
-def test_a_limit_of_zero_refuses_everything_but_nothing() -> None:
-    pool = _C.Pool(limit_bytes=0)
-    assert pool.allocate(0).segments == []
-    with pytest.raises(_C.OffloadFullError):
-        pool.allocate(1)
-
-
 def test_a_refusal_by_the_system_leaves_the_pool_usable() -> None:
     pool = _C.Pool()
     with pytest.raises(_C.OffloadFullError, match="cannot"):

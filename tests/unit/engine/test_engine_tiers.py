@@ -96,12 +96,6 @@ def test_pinned_then_disk_then_the_device(folder: str) -> None:
     assert (figures.disk_bytes, figures.num_live) == (0, 0)
 
 
-def test_without_a_file_nothing_goes_below_pinned_memory() -> None:
-    rig = Rig(spill_file=None)
-    assert rig.refuse(Tensor()) == _C.Kept.FULL
-    assert (rig.engine.stats().bounce_bytes, rig.engine.stats().num_kept_full) == (0, 1)
-
-
 def test_the_source_goes_once_the_bounce_buffer_has_it() -> None:
     rig = Rig()
     tensor = Tensor(2)
@@ -114,50 +108,6 @@ def test_the_source_goes_once_the_bounce_buffer_has_it() -> None:
     rig.engine.poll()  # no worker has run
     rig.released.clear()
     assert alive() is None and ticket.get(0, DEFAULT) is None
-
-
-def test_bytes_still_in_their_bounce_buffer_come_back_without_a_worker() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor())
-    rig.cuda.drain()
-    rig.engine.poll()
-    buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, False)
-    figures = rig.engine.stats()
-    assert (figures.num_late, figures.num_prefetched) == (0, 0)
-
-
-def test_a_get_before_the_workers_are_done_waits_and_is_counted() -> None:
-    rig = Rig(num_buffers=2)
-    ticket = rig.put(Tensor(2))
-    rig.settle()
-    buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, False)  # waits in the engine until workers filled two buffers
-    assert rig.engine.stats().stall_seconds > 0
-    assert rig.engine.stats().num_prefetched == 0
-
-
-def test_a_prefetch_in_time_is_no_stall() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor(3))
-    rig.settle()
-    buffer = rig.load(ticket, urgent=False)
-    rig.settle()
-    assert ticket.get(0, DEFAULT) == (buffer, False)
-    rig.settle()
-    assert rig.engine.stats().num_prefetched == 1
-
-
-def test_a_tensor_larger_than_the_ring_passes_if_it_must() -> None:
-    rig = Rig(num_buffers=2)
-    assert rig.refuse(Tensor(5), must=False) == _C.Kept.BUSY
-    ticket = rig.put(Tensor(5))
-    figures = rig.engine.stats()
-    assert (figures.num_host_waits, figures.num_kept_busy, figures.disk_bytes) == (1, 1, 5 * PAGE)
-    assert 0 < figures.host_wait_seconds <= figures.stall_seconds
-    rig.settle()
-    buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, False)
 
 
 def test_a_full_ring_keeps_without_waiting_under_prefer() -> None:
@@ -176,26 +126,6 @@ def test_prefer_keeps_where_copies_lag_by_a_window_and_not_where_the_host_runs_a
     assert rig.engine.stats().inflight_bytes <= 3 * PAGE
 
 
-def test_a_write_that_fails_keeps_the_bytes_in_their_buffer(folder: str) -> None:
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.fail_write_at = 0
-    io.set(faults)
-    rig = Rig(num_buffers=2, spill_file=sim.spill_file(folder, io))
-    ticket = rig.put(Tensor(2))
-    rig.settle()
-    figures = rig.engine.stats()
-    assert (figures.num_failed_writes, figures.num_full_writes, figures.stuck_bytes) == (2, 2, 2 * PAGE)
-    assert "No space left on device" in figures.spill_error
-    assert rig.refuse(Tensor()) == _C.Kept.FULL  # every buffer is stuck: waiting would be for good
-    buffer = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (buffer, False)
-    ticket.drop()
-    rig.settle()
-    assert rig.engine.stats().stuck_bytes == 0
-    io.set(sim.Faults())
-    assert rig.put(Tensor()).tier == "disk"
-
-
 def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothing(folder: str) -> None:
     io, faults = sim.FaultyFileIo(), sim.Faults()
     faults.fail_write_at, faults.write_errno = 0, 5
@@ -208,45 +138,6 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
     assert (figures.stuck_bytes, figures.disk_bytes, figures.num_live, figures.inflight_bytes) == (0, 0, 0, 0)
     assert figures.num_failed_writes == 2 and figures.num_full_writes == 0
     assert rig.released[-1] is tensor  # held while the pieces under way were read from it
-
-
-def test_altered_bytes_raise_once_and_the_next_load_tries_again(folder: str) -> None:
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    rig = Rig(spill_file=sim.spill_file(folder, io))
-    ticket = rig.put(Tensor(2))
-    rig.settle()
-    faults.alter_read_at = PAGE + 5
-    io.set(faults)
-    buffer = rig.load(ticket)
-    alive = weakref.ref(buffer)
-    del buffer
-    with pytest.raises(_C.OffloadReadError, match="checksum"):
-        ticket.get(0, DEFAULT)
-    rig.settle()
-    assert alive() is None and rig.engine.stats().num_failed_reads == 1
-    io.set(sim.Faults())
-    again = rig.load(ticket)
-    assert ticket.get(0, DEFAULT) == (again, False)
-
-
-def test_dropping_while_workers_are_in_it_frees_everything_later() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor(2))
-    rig.cuda.drain()
-    rig.engine.poll()  # the drains are queued
-    ticket.drop()
-    other = rig.put(Tensor(2))
-    rig.settle()
-    buffer = rig.load(other, urgent=False)
-    alive = weakref.ref(buffer)
-    del buffer
-    other.drop()
-    assert alive() is None  # no copy into it had begun
-    rig.settle()
-    figures = rig.engine.stats()
-    assert (figures.num_live, figures.disk_bytes, figures.graveyard_bytes, figures.stuck_bytes) == (0, 0, 0, 0)
-    full = [rig.put(Tensor()) for _ in range(4)]  # all buffers are back
-    assert rig.engine.stats().num_host_waits == 0 and len(full) == 4
 
 
 def test_a_refused_pin_of_the_bounce_buffers_keeps() -> None:
@@ -271,15 +162,6 @@ def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> Non
     ticket.drop()
     gc.collect()
     assert alive() is not None  # a copy into it may be running
-
-
-def test_a_capturing_stream_is_refused_before_anything_is_fetched() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor())
-    rig.settle()
-    rig.cuda.set_capturing(1, True)
-    with pytest.raises(_C.OffloadError, match="reload before capture"):
-        ticket.get(0, OTHER)
 
 
 def test_stream_waits_are_measured_once_they_have_passed() -> None:
