@@ -5,6 +5,7 @@ import json
 import re
 import runpy
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _NUMBER = r"\d+(?:\.\d+)?"
+#: Pages of docs/, beginnings of rows in their tables, and the numbers in these.
+_Rows = Iterator[tuple[str, str, list[float]]]
 
 
 def _figures(benchmark: str, part: str = "figures") -> dict[str, Any]:
@@ -34,60 +37,85 @@ def _says(page: str, label: str, values: list[float]) -> None:
     assert printed == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(printed, values, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("result", "label", "method"),
-    [
+def _overheads() -> _Rows:
+    for result, label, method in (
         ("rerun_overhead", "`torch.utils.checkpoint`", "torch"),
         ("rerun_overhead", "`actckpt.checkpoint`", "actckpt"),
         ("rerun_overhead", "a rerun in plain Python without any check", "bare rerun"),
         ("replay_overhead", "torch's selective contexts", "torch selective"),
         ("replay_overhead", "`actckpt.region([torch.ops.aten.addmm.default])`", "actckpt"),
         ("replay_overhead", "a dispatch mode and hooks that do nothing", "mode and hooks"),
-    ],
-)
-def test_overheads_are_those_of_the_results(result: str, label: str, method: str) -> None:
-    figures = _figures(result)
-    _says("docs/benchmarks.md", label, [figures[f"test_time_over_plain[{n}]"]["ratios"][method] for n in (32, 8, 1)])
-
-
-@pytest.mark.parametrize(
-    ("label", "method"),
-    [
+    ):
+        found = _figures(result)
+        yield "benchmarks", label, [found[f"test_time_over_plain[{n}]"]["ratios"][method] for n in (32, 8, 1)]
+    recording = _figures("recording")["gpt2 thin"]["now"]
+    for label, method in (
         ("torch's selective contexts, save matmuls and attention", "torch selective"),
         ('`actckpt.apply(model, policy="matmuls")`', "actckpt"),
         ("a dispatch mode and hooks around each block that do nothing", "mode and hooks"),
-    ],
-)
-def test_costs_per_operator_are_those_of_the_results(label: str, method: str) -> None:
-    found = _figures("recording")["gpt2 thin"]["now"]
-    _says("docs/benchmarks.md", label, [found[phase][method]["us_per_operator"] for phase in ("forward", "backward")])
+    ):
+        yield "benchmarks", label, [recording[phase][method]["us_per_operator"] for phase in ("forward", "backward")]
 
 
-@pytest.mark.parametrize(
-    ("label", "methods"),
-    [
-        ("plain", ["plain"]),
-        ("torch's selective contexts, keep attention and matmuls", ["torch selective"]),
-        ("`actckpt`, the same policy", ["actckpt keep"]),
-        ("`torch.utils.checkpoint`, each block", ["torch checkpoint"]),
-        ("`actckpt.checkpoint`, each block, by rerun or by replay", ["actckpt rerun", "actckpt recompute"]),
-    ],
-)
-def test_bytes_are_those_of_the_results(label: str, methods: list[str]) -> None:
-    figures = _figures("replay_memory")["test_four_transformer_blocks"]["figures"]
-    for method in methods:
-        _says("docs/benchmarks.md", label, [figures[method][key] for key in ("held", "peak", "matmuls_in_backward")])
-
-
-@pytest.mark.parametrize("name", ["SAM", "Mamba-2", "Funnel"])
-def test_peaks_under_autocast_are_those_of_the_results(name: str) -> None:
-    ratios = [ratio for ways in _figures("autocast_peaks")[name].values() for ratio in ways.values()]
-    _says("docs/benchmarks.md", "SAM's encoder" if name == "SAM" else name, ratios)
-
-
-def test_peaks_with_added_blocks_are_those_of_the_results() -> None:
+def _bytes() -> _Rows:
+    found = _figures("replay_memory")
+    blocks = found["test_four_transformer_blocks"]["figures"]
+    for label, method in (
+        ("plain", "plain"),
+        ("torch's selective contexts, keep attention and matmuls", "torch selective"),
+        ("`actckpt`, the same policy", "actckpt keep"),
+        ("`torch.utils.checkpoint`, each block", "torch checkpoint"),
+        ("`actckpt.checkpoint`, each block, by rerun or by replay", "actckpt rerun"),
+        ("`actckpt.checkpoint`, each block, by rerun or by replay", "actckpt recompute"),
+    ):
+        yield "benchmarks", label, [blocks[method][key] for key in ("held", "peak", "matmuls_in_backward")]
+    for name in ("SAM", "Mamba-2", "Funnel"):
+        ratios = [ratio for ways in _figures("autocast_peaks")[name].values() for ratio in ways.values()]
+        yield "benchmarks", "SAM's encoder" if name == "SAM" else name, ratios
     for name, figures in _figures("added_blocks").items():
-        _says("docs/benchmarks.md", name, [figures["recompute"], figures["added"]])
+        yield "benchmarks", name, [figures["recompute"], figures["added"]]
+    wholes = {name: each for name, each in found.items() if "a_whole_model_in_one_region" in name}
+    assert len(wholes) == 3
+    for name, each in wholes.items():
+        plain, *ours = each["figures"].values()
+        again = [(one["peak"], one["operators_in_backward"] - plain["operators_in_backward"]) for one in ours]
+        yield "how-it-works", name.partition("[")[2][:-1], [number for pair in again for number in pair]
+    for kind, row in _figures("distributed").items():
+        numbers = [(one["held_bytes"] / 1024, one["collectives_in_backward"]) for one in row.values()]
+        yield "collectives", kind, [number for pair in numbers for number in pair]
+
+
+def _on_gpus() -> _Rows:
+    for size, found in _result("gpu_bandwidth")["figures"]["copies, pinned"].items():
+        ways = [found[whose][way] / 1e9 for way in ("out", "back", "both") for whose in ("loop", "ours")]
+        yield "gpu", size, ways
+    for label, method in (
+        ("`te.checkpoint`, reentrant", "te.checkpoint, reentrant"),
+        ("`te.checkpoint(use_reentrant=False)`", "te.checkpoint, hooks"),
+        ("`actckpt.te.checkpoint`", "actckpt checkpoint"),
+        ("TransformerEngine's CPU offload", "TransformerEngine's CPU offload"),
+    ):
+        row = _result("gpu_te")["training"][f"bf16: {method}"]
+        yield "gpu", label, [row["step_ms"], row["peak_allocated_bytes"] / 2**30]
+    differences = _result("te_training")["te_checkpoint"]
+    scalings = [(f"FP8, {kind} scaling", kind) for kind in ("delayed", "current", "block")]
+    for label, kind in (("bfloat16", "bf16"), *scalings):
+        for variant in ("reentrant", "hooks"):
+            row = differences[f"{kind}, {variant}, tracker of generators"]
+            yield "te-differences", label, [row["different"], row["of"]]
+    for label, of, first in (("Llama", 5, 1), ("UNet", 4, 2)):
+        budgets = _result(f"gpu_budgets_{label.lower()}", "h200_2026-11-27")["figures"][label.lower()]
+        rows = [budgets[f"budget {number}"] for number in range(first, of + 1)]
+        assert all(row["fits"] for row in rows)
+        keys = ("peak_to_predicted", "ratio_to_plain", "predicted_ratio_to_plain")
+        ends = [end(row[key] for row in rows) for key in keys for end in (min, max)]
+        yield "gpu-budgets", label, [len(rows), of, *ends]
+
+
+@pytest.mark.parametrize("rows", [_overheads, _bytes, _on_gpus])
+def test_tables_are_those_of_the_results(rows: Callable[[], _Rows]) -> None:
+    for page, label, values in rows():
+        _says(f"docs/{page}.md", label, values)
 
 
 @pytest.mark.parametrize("width", [1024, 256])
@@ -98,15 +126,6 @@ def test_steps_with_offload_are_those_of_the_results(width: int) -> None:
     _says("docs/benchmarks.md", f"width {width}", peaks + seconds)
     longer = f"{100 * (seconds[1] / seconds[0] - 1):.0f} %"
     assert longer in _text("docs/offload.md")
-
-
-def test_whole_models_in_one_region_are_those_of_the_results() -> None:
-    rows = {name: found for name, found in _figures("replay_memory").items() if "a_whole_model_in_one_region" in name}
-    assert len(rows) == 3
-    for name, found in rows.items():
-        plain, *ours = found["figures"].values()
-        again = [(one["peak"], one["operators_in_backward"] - plain["operators_in_backward"]) for one in ours]
-        _says("docs/how-it-works.md", name.partition("[")[2][:-1], [number for pair in again for number in pair])
 
 
 def test_what_parts_of_a_rerun_cost_is_that_of_the_results() -> None:
@@ -128,12 +147,6 @@ def test_bytes_of_models_of_libraries_are_those_of_the_results() -> None:
             assert (
                 methods["recompute"][key] <= methods["its own"][key] < methods["matmuls"][key] < methods["plain"][key]
             )
-
-
-def test_bytes_and_collectives_of_several_ranks_are_those_of_the_results() -> None:
-    for kind, row in _figures("distributed").items():
-        numbers = [(one["held_bytes"] / 1024, one["collectives_in_backward"]) for one in row.values()]
-        _says("docs/collectives.md", kind, [number for pair in numbers for number in pair])
 
 
 def test_estimates_in_the_documentation_are_those_of_the_results() -> None:
@@ -177,14 +190,6 @@ def _result(name: str, of: str = "h100_2026-11-23") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("size", [f"{2**power} MiB" for power in range(10)])
-def test_bandwidths_of_a_gpu_are_those_of_the_results(size: str) -> None:
-    found = _result("gpu_bandwidth")["figures"]["copies, pinned"][size]
-    _says(
-        "docs/gpu.md", size, [found[whose][way] / 1e9 for way in ("out", "back", "both") for whose in ("loop", "ours")]
-    )
-
-
 @pytest.mark.parametrize(
     ("label", "method"),
     [
@@ -212,20 +217,6 @@ def test_steps_on_a_gpu_are_those_of_the_results(label: str, method: str) -> Non
         )
     ]
     assert re.findall(_NUMBER, row[1]) == values
-
-
-@pytest.mark.parametrize(
-    ("label", "method"),
-    [
-        ("`te.checkpoint`, reentrant", "te.checkpoint, reentrant"),
-        ("`te.checkpoint(use_reentrant=False)`", "te.checkpoint, hooks"),
-        ("`actckpt.te.checkpoint`", "actckpt checkpoint"),
-        ("TransformerEngine's CPU offload", "TransformerEngine's CPU offload"),
-    ],
-)
-def test_steps_of_transformer_engine_on_a_gpu_are_those_of_the_results(label: str, method: str) -> None:
-    found = _result("gpu_te")["training"][f"bf16: {method}"]
-    _says("docs/gpu.md", label, [found["step_ms"], found["peak_allocated_bytes"] / 2**30])
 
 
 def _over_plain(rounds: dict[str, Any], method: str) -> list[float]:
@@ -339,30 +330,6 @@ def test_what_else_ran_on_that_gpu_is_that_of_the_results() -> None:
     ):
         assert text in page, text
     assert len(contract["failures"]) == contract["failed"] and found["tests/gpu"]["failed"] == 0
-
-
-@pytest.mark.parametrize(("label", "of", "numbers"), [("Llama", 5, range(1, 6)), ("UNet", 4, range(2, 5))])
-def test_other_models_under_budgets_on_a_gpu_are_those_of_the_results(label: str, of: int, numbers: range) -> None:
-    found = _result(f"gpu_budgets_{label.lower()}", "h200_2026-11-27")["figures"][label.lower()]
-    rows = [found[f"budget {number}"] for number in numbers]
-    assert all(row["fits"] for row in rows)
-    ends = [
-        end(row[key] for row in rows)
-        for key in ("peak_to_predicted", "ratio_to_plain", "predicted_ratio_to_plain")
-        for end in (min, max)
-    ]
-    _says("docs/gpu-budgets.md", label, [len(rows), of, *ends])
-
-
-@pytest.mark.parametrize(
-    ("label", "kind"),
-    [("bfloat16", "bf16"), *((f"FP8, {kind} scaling", kind) for kind in ("delayed", "current", "block"))],
-)
-def test_what_differs_with_te_checkpoint_on_a_gpu_is_that_of_the_results(label: str, kind: str) -> None:
-    found = _result("te_training")["te_checkpoint"]
-    for variant in ("reentrant", "hooks"):
-        row = found[f"{kind}, {variant}, tracker of generators"]
-        _says("docs/te-differences.md", label, [row["different"], row["of"]])
 
 
 def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:

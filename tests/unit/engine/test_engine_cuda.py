@@ -164,7 +164,7 @@ def test_what_a_capturing_stream_or_a_dropped_ticket_cannot_do_raises(rig: Rig) 
     count = sys.getrefcount(buffer)
     rig.cuda.set_capturing(1, True)
     rig.engine.poll()  # queries run in RELAXED mode
-    with pytest.raises(_C.OffloadError, match="get: the stream is being captured .*reload before capture"):
+    with pytest.raises(_C.OffloadError, match=r"get: the stream is being captured .*reload before capture"):
         ticket.get(0, OTHER)
     with pytest.raises(_C.OffloadError, match="load: the stream is being captured: reload before capture"):
         ticket.load(0, OTHER, buffer.ptr, buffer, urgent=True)

@@ -61,10 +61,3 @@ print(simulate(costs, plan).fits, "scipy" in sys.modules)
 
 def test_importing_the_planner_does_not_import_scipy_which_is_slow(run_without_torch: Callable[..., str]) -> None:
     assert run_without_torch("import actckpt.planner; print('scipy' in sys.modules)") == "False\n"
-
-
-def test_no_module_bears_the_name_of_a_public_function() -> None:
-    import actckpt
-
-    public = {*actckpt.__all__, *actckpt.planner.__all__, "plan", "estimate", "compare", "report"}
-    assert not public & {path.stem for path in _MODULES}

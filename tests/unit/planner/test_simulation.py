@@ -83,56 +83,12 @@ def test_what_may_be_on_its_way_is_what_each_block_has_room_for() -> None:
     assert [each.out_bytes for each in _simulate(_table(), "ook", budget=10).inflight] == [0, 0, 0]
 
 
-def test_blocks_wait_for_room_and_for_what_they_need() -> None:
-    step = _simulate(_table(), "ook", budget=10)
-    assert step.write_wait_seconds == 2.0, "a second at the end of each of the last two blocks"
-    assert step.read_wait_seconds == 4.0, "the whole copy of each of two values"
-    assert step.seconds == 15.0 and step.peak_bytes == 10
-    assert step.d2h == (Span(1.0, 3.0, "x", 0), Span(3.0, 5.0, "x", 1))
-    assert step.h2d == (Span(7.0, 9.0, "x", 1), Span(11.0, 13.0, "x", 0))
-    waits = [(span.start_s, span.end_s, span.block) for span in step.compute if span.what == "wait"]
-    assert waits == [(2.0, 3.0, 1), (4.0, 5.0, 2), (7.0, 9.0, 1), (11.0, 13.0, 0)]
-
-
-def test_everything_is_out_before_backward_begins_even_where_there_is_room() -> None:
-    step = _simulate(_table(d2h_bytes_per_s=1), "okk", budget=1000)
-    assert step.write_wait_seconds == 8.0
-
-
-def test_recomputation_takes_its_time_and_hides_copies() -> None:
-    step = _simulate(_table(), "ork", budget=20)
-    assert step.recompute_seconds == step.overhead_seconds == 4.0
-    assert step.compute[3:5] == (Span(3.0, 5.0, "backward", 2), Span(5.0, 9.0, "recompute", 1))
-    assert step.h2d == (Span(3.0, 5.0, "x", 0),), "beside the last block, as there is room"
-    step = _simulate(_table(4), "orkk", budget=20)
-    assert (step.recompute_seconds, step.read_wait_seconds) == (4.0, 0.0)
-    assert step.h2d == (Span(6.0, 8.0, "x", 0),), "beside the recomputation"
-
-
 def test_a_window_holds_back_copies_in_both_directions() -> None:
     free = _simulate(_table(), "ook", budget=1000)
     assert (free.write_wait_seconds, free.read_wait_seconds) == (2.0, 0.0)
     step = _simulate(_table(), "ook", budget=1000, window=5)
     assert (step.write_wait_seconds, step.read_wait_seconds) == (2.0, 2.0), "5 bytes ahead of each of two blocks"
     assert max(nbytes for _, nbytes in step.memory) == step.peak_bytes == 15
-
-
-def test_reading_ahead_leaves_room_for_later_moments() -> None:
-    """Gradients of the first block come last: what is read ahead must not be in their way."""
-    table = _table(4)
-    classes = table["classes"]
-    classes["b"] = {**classes["a"], "working_set_bytes": 22}
-    table["stack"] = ["a", "b", "a", "a"]
-    step = _simulate(table, "okkk", budget=30)
-    assert step.fits and step.peak_bytes == 30, "only 8 bytes of block 0 while block 1 runs"
-
-
-def test_gradients_and_fixed_bytes_are_there() -> None:
-    table = _table(fixed_bytes=100)
-    table["classes"]["a"]["gradient_bytes"] = 7
-    step = _simulate(table, "kkk", budget=1000)
-    assert step.memory[2:] == ((3.0, 130), (3.0, 137), (5.0, 137), (5.0, 134), (7.0, 134), (7.0, 131), (9.0, 131))
-    assert step.peak_bytes == step.segment_bytes[3] == 137
 
 
 def test_what_host_memory_has_no_room_for_goes_on_to_the_disk() -> None:
@@ -175,18 +131,6 @@ def test_a_block_that_is_run_again_needs_its_input() -> None:
         ValueError, match="Block 0 of the plan drops 'x0', which backward needs and nothing can compute again"
     ):
         _simulate(table, "rrkk", budget=100, rerun="yn")
-
-
-def test_values_that_nothing_needs_are_not_computed_again() -> None:
-    table = _table(2)
-    table["classes"]["a"]["values"] = [
-        {"name": "scores", "bytes": 5, "recompute_s": 10, "needed": False},
-        {"name": "mask", "bytes": 5, "recompute_s": 1, "needed": False},
-        {"name": "out", "bytes": 5, "recompute_s": 100, "inputs": ["scores"]},
-    ]
-    assert _simulate(table, "rrkrrk", budget=100).recompute_seconds == 0.0
-    assert _simulate(table, "rrrrrk", budget=100).recompute_seconds == 110.0
-    assert _simulate(table, "krrrrk", budget=100).recompute_seconds == 100.0
 
 
 def test_a_plan_of_another_model_is_refused_and_named(llama: SimpleNamespace) -> None:
