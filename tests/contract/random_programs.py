@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +122,28 @@ def many_draws(test: Any) -> Any:
     return settings(drawn, derandomize=True, database=None)(test)
 
 
+class ByDepth:
+    """Calls regions in several ways, by how many are open; a rerun begins at the depth of its region."""
+
+    def __init__(self, ways: Sequence[Checkpoint]) -> None:
+        self._ways = ways
+        self._depth = 0
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        own = self._depth + 1
+
+        def at_own_depth(*args: Any, **kwargs: Any) -> Any:
+            outer, self._depth = self._depth, own
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._depth = outer
+
+        return self._ways[own % len(self._ways)](at_own_depth, *args, **kwargs)
+
+
 def outcome(checkpoint: Checkpoint, drawn: Drawn) -> Any:
+    """Run a program; returns its values, its gradients, and random states."""
     torch.manual_seed(drawn.seed)
     inputs = [torch.randn(SIZE, SIZE).requires_grad_(needed) for needed in drawn.with_grad]
     pool = [inputs[0], *(x * 1.5 for x in inputs[1:])]

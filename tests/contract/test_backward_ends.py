@@ -65,9 +65,9 @@ def _on_few_bytes(x: Tensor, *weights: Tensor) -> Pair:
     return x, middle
 
 
-def _outside(function: Callable[..., Pair], *args: Tensor) -> Pair:
+def _outside(function: Callable[..., Pair], *args: Any, **kwargs: Any) -> Pair:
     with save_on_cpu(), actckpt.region(policy="recompute"):
-        return function(*args)
+        return function(*args, **kwargs)
 
 
 _plain = plain

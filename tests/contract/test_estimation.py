@@ -168,27 +168,6 @@ def test_model_gradients_optimizer_and_random_state_stay_as_they_were(fails: boo
     assert torch.ones(2).cpu().device.type == "cpu" and torch.ones(2).sum().item() == 2
 
 
-def test_training_goes_on_as_without_an_estimate() -> None:
-    def losses(estimates: bool) -> list[float]:
-        torch.manual_seed(0)
-        model, step = MODELS["llama"]()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        actckpt.apply(model, POLICIES["keep matmuls"])
-        found = []
-        for number in range(3):
-            if estimates and number == 1:
-                actckpt.remove(model)
-                actckpt.estimate(step, model=model, optimizer=optimizer)
-                actckpt.apply(model, POLICIES["keep matmuls"])
-            step()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(sum(parameter.double().sum().item() for parameter in model.parameters()))
-        return found
-
-    assert losses(True) == losses(False)
-
-
 def test_a_model_on_the_meta_device_and_one_for_a_gpu_are_estimated() -> None:
     with torch.device("meta"):
         model = LanguageModel(layers=2, dim=64, heads=4, kv_heads=2, seq=64, dropout=0.1)

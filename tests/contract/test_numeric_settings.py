@@ -68,28 +68,6 @@ def test_nothing_is_read_that_torch_does_not_have() -> None:
 
 
 @pytest.mark.parametrize("name", _each(RESTORED))
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_replayed_operator_finds_the_settings_of_its_forward(name: str, depth: int) -> None:
-    for_forward, for_backward = RESTORED[name]
-    w, t = torch.randn(3, requires_grad=True), torch.randn(3)
-    for_forward()
-    with actckpt.region():
-        h = t
-        for _ in range(depth):
-            h = look(h.sin())
-        y = w * h
-    for_backward()
-    outside = everything()
-    assert found() != seen[0] or name in CANNOT_CHANGE
-    (gradient,) = torch.autograd.grad(y, w, torch.ones(3))
-    assert everything() == outside
-    assert len(seen) == 2 * depth
-    for settings in seen:
-        assert_same(settings, seen[0])
-    assert_equal(gradient, h)
-
-
-@pytest.mark.parametrize("name", _each(RESTORED))
 def test_a_replayed_operator_finds_settings_that_were_in_force_for_a_part_of_its_region(name: str) -> None:
     for_forward, for_backward = RESTORED[name]
     w, t = torch.randn(3, requires_grad=True), torch.randn(3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from actckpt import __main__, cli
+from actckpt import cli
 from actckpt._commands import messages
 
 _TOY_SIZES = {"steps": 2, "layers": 2, "dim": 16, "heads": 2, "seq": 16, "batch": 2}
@@ -86,29 +86,6 @@ def test_an_interrupt_ends_without_a_traceback(
     monkeypatch.setattr("actckpt.demo.run", interrupt)
     assert cli.main(["demo", *TOY, "--out", str(tmp_path)]) == 130
     assert capsys.readouterr().err == "actckpt: interrupted\n"
-
-
-def test_module_entry_is_the_same_command() -> None:
-    assert __main__.main is cli.main
-
-
-def test_python_dash_m_runs_the_demo(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-W",
-        "error",
-        "-m",
-        "actckpt",
-        "demo",
-        *TOY,
-        "--activation-budget",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "bit-identical" in done.stdout
-    assert json.loads((tmp_path / "demo.json").read_text())["equal"] is True
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
-"""The storage counter against bytes computed by hand."""
+"""The storage counter and measured steps against bytes computed by hand."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,39 +108,58 @@ def test_views_and_in_place_operators_cost_nothing_and_a_view_keeps_its_storage(
         assert live.live_bytes == 0
 
 
-def test_several_outputs_count_each_storage_once() -> None:
+def _foreach() -> Any:
+    made = torch._foreach_add([torch.ones(10), torch.ones(20)], 1)
+    torch._foreach_mul_(made, 2)
+    return made
+
+
+def _grown() -> torch.Tensor:
+    return torch.empty(0).resize_(50)
+
+
+def _swapped(how: str) -> torch.Tensor:
+    t = torch.ones(100)
+    if how == "set_":
+        t.set_(torch.ones(7))
+    else:
+        t.data = torch.ones(7)
+    return t
+
+
+def _fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(100) * 2
+
+
+#: What makes tensors, and the bytes of their storages.
+_MADE: dict[str, tuple[Callable[[], Any], int]] = {
+    "several outputs": (lambda: (torch.zeros(64).chunk(4), torch.zeros(10, 4).max(dim=1)), 64 * 4 + 10 * (4 + 8)),
+    "foreach": (_foreach, 30 * 4),
+    "of numbers of Python": (lambda: torch.tensor([1.0, 2.0]), 2 * 4),
+    "of zero size": (lambda: torch.empty(0), 0),
+    "grown": (_grown, 50 * 4),
+    "grown as out": (lambda: torch.add(torch.ones(70), 1, out=_grown().resize_(0)), 70 * 4),
+    "set_": (lambda: _swapped("set_"), 7 * 4),
+    "data": (lambda: _swapped("data"), 7 * 4),
+    "sparse": (lambda: torch.eye(5).to_sparse(), 2 * 5 * 8 + 5 * 4),
+    # Row starts, values, and the COO indices that the column indices are a view of.
+    "sparse rows": (lambda: torch.eye(5).to_sparse_csr(), 6 * 8 + 2 * 5 * 8 + 5 * 4),
+    "meta": (lambda: torch.ones(100, device="meta") * 2, 0),
+    "fake": (_fake, 0),
+    "a subclass": (lambda: torch.relu(TwoTensor(torch.ones(10), torch.ones(10)) * 2), 2 * 10 * 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("name", _MADE)
+def test_bytes_are_those_of_the_storages_that_are_alive(name: str) -> None:
+    make, nbytes = _MADE[name]
     with LiveStorages() as live:
-        parts = torch.zeros(64).chunk(4)
-        values, indices = torch.zeros(10, 4).max(dim=1)
-        assert live.live_bytes == 64 * FLOAT_BYTES + 10 * (4 + 8)
-    del parts, values, indices
-
-
-def test_foreach_operators_are_counted() -> None:
-    xs = [torch.ones(10), torch.ones(20)]
-    with LiveStorages() as live:
-        ys = torch._foreach_add(xs, 1)
-        torch._foreach_mul_(ys, 2)
-        assert live.live_bytes == 30 * FLOAT_BYTES
-    del ys
-
-
-def test_tensors_made_from_python_numbers_are_counted() -> None:
-    with LiveStorages() as live:
-        t = torch.tensor([1.0, 2.0])
-        assert live.live_bytes == 2 * FLOAT_BYTES
-    del t
-
-
-def test_zero_size_tensors_count_zero_bytes_and_can_grow() -> None:
-    with LiveStorages() as live:
-        t = torch.empty(0)
+        made = make()
+        assert live.live_bytes == nbytes
+        del made
         assert live.live_bytes == 0
-        t.resize_(50)
-        assert live.live_bytes == 50 * FLOAT_BYTES
-        torch.add(torch.ones(70), 1, out=t.resize_(0))
-        assert live.live_bytes == 70 * FLOAT_BYTES
-    del t
 
 
 def test_a_resized_storage_counts_its_new_size_at_once() -> None:
@@ -157,46 +177,12 @@ def test_a_resized_storage_counts_its_new_size_at_once() -> None:
     assert live.live_bytes == 0
 
 
-def test_storage_swapped_under_a_tensor_is_followed() -> None:
-    with LiveStorages() as live:
-        t = torch.ones(100)
-        t.set_(torch.ones(7))
-        assert live.live_bytes == 7 * FLOAT_BYTES
-        t.data = torch.ones(9)
-        assert live.live_bytes == 9 * FLOAT_BYTES
-    del t
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-def test_sparse_tensors_count_their_indices_and_values() -> None:
-    eye = torch.eye(5)
-    with LiveStorages() as live:
-        coo = eye.to_sparse()
-        assert live.live_bytes == 2 * 5 * 8 + 5 * FLOAT_BYTES
-        del coo
-        assert live.live_bytes == 0
-        csr = eye.to_sparse_csr()
-        # Row starts, values, and the COO indices that the column indices are a view of.
-        assert live.live_bytes == 6 * 8 + 2 * 5 * 8 + 5 * FLOAT_BYTES
-        del csr
-        assert live.live_bytes == 0
-
-
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no mkldnn")
 def test_layouts_without_storage_are_passed_over() -> None:
     x = torch.ones(3, 3)
     with LiveStorages() as live:
         x.to_mkldnn()
     assert live.peak_bytes == 0
-
-
-def test_meta_and_fake_tensors_have_no_bytes() -> None:
-    with LiveStorages() as outside:
-        meta = torch.ones(100, device="meta") * 2
-        with FakeTensorMode(), LiveStorages() as inside:
-            fake = torch.ones(100) * 2
-        assert (outside.peak_bytes, inside.peak_bytes) == (0, 0)
-    del meta, fake
 
 
 @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
@@ -213,17 +199,6 @@ def test_what_meta_and_fake_tensors_would_hold_is_counted_on_request(mode: Any) 
     assert run("cpu", "meta") == (0, 0, 0)
     with mode():
         assert run("cpu" if mode is FakeTensorMode else "meta", "meta") == expected
-
-
-def test_subclasses_count_their_inner_tensors() -> None:
-    with LiveStorages() as live:
-        two = TwoTensor(torch.ones(10), torch.ones(10))
-        assert live.live_bytes == 2 * 10 * FLOAT_BYTES
-        other = torch.relu(two * 2)
-        assert live.live_bytes == 4 * 10 * FLOAT_BYTES
-        assert live.peak_bytes == 5 * 10 * FLOAT_BYTES + 10 * FLOAT_BYTES
-    del two, other
-    assert live.live_bytes == 0
 
 
 def test_other_devices_are_left_out_when_one_is_asked_for() -> None:
@@ -386,3 +361,28 @@ def test_counters_end_in_any_order() -> None:
         more = torch.ones(4)
     assert (first.live_bytes, second.live_bytes) == (more.nbytes, held.nbytes + more.nbytes)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_timeline_starts_at_nothing_and_reaches_the_peak(x: torch.Tensor) -> None:
+    model = _mlp()
+    step = measure_step(lambda: model(x).sum().backward(), device="cpu", parameters=model.parameters())
+    seconds, sizes = zip(*step.timeline, strict=True)
+    assert list(seconds) == sorted(seconds)
+    assert seconds[0] >= 0
+    assert sizes[0] == WIDE_BYTES
+    assert max(sizes) == step.peak_bytes
+    assert sizes[-1] == 0
+    with LiveStorages() as live:
+        torch.ones(1)
+    assert live.timeline == ()
+
+
+def test_a_step_that_replaces_gradients_is_refused(x: torch.Tensor) -> None:
+    model = _mlp()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(x).sum().backward()
+
+    with pytest.raises(ValueError, match=r"replaced 4 of 4 parameter gradients.*Leave zero_grad"):
+        measure_step(step, device="cpu", parameters=model.parameters())

@@ -306,7 +306,8 @@ def test_two_contexts_share_what_is_moved_already() -> None:
         one = h.sin()
     with actckpt.offload(min_bytes=0):
         other = h.cos()
-    assert actckpt.stats().offloaded_bytes == 64 * 4
+    figures = actckpt.stats()
+    assert (figures.offloaded_bytes, figures.deduplicated_bytes, figures.idle_offloads) == (64 * 4, 64 * 4, 0)
     flush()
     value = h.detach().clone()
     (grad,) = torch.autograd.grad((one + other).sum(), h)
@@ -326,16 +327,3 @@ def test_an_address_used_again_is_not_taken_for_the_tensor_before() -> None:
     for y, want in reversed(list(zip(outputs, expected, strict=True))):
         assert_equal(torch.autograd.grad(y.sum(), x)[0], want)
     del outputs, y
-
-
-def test_each_unpack_gives_a_tensor_of_its_own() -> None:
-    """TransformerEngine clears what it was given."""
-    h = leaf(64) * 1
-    value = h.detach().clone()
-    with actckpt.offload(min_bytes=0):
-        y = h.sin()
-    flush()
-    first = y.grad_fn._saved_self
-    first.data = torch.empty(0)
-    assert torch.equal(y.grad_fn._saved_self, value)
-    assert torch.equal(torch.autograd.grad(y.sum(), h)[0], value.cos())

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from internals.stores import flush, store_of_kind
+from oracle import assert_equal
+from random_programs import ByDepth, Drawn, draws, many_draws, outcome
 from test_backward_ends import METHODS, _graph, _layers, _live_bytes, _on_few_bytes, _plain
 from torch import Tensor
 
@@ -216,75 +219,26 @@ def test_a_rerun_after_pressing_brings_back_only_what_is_needed_still() -> None:
         assert held[1] <= held[0]
 
 
-def _random_program(rng: random.Random, depth: int, log: list[Callable[[Tensor], Tensor]]) -> Any:
-    """Return a function of a tensor: operators, regions inside of regions, values that are read several times."""
-    methods = [*METHODS.values(), _plain]
-    parts: list[Any] = []
-    for _ in range(rng.randint(2, 6)):
-        kind = rng.choice(["sin", "sigmoid", "mm", "twice", "dropout", "view", "log", "region"])
-        if kind == "region" and depth > 0:
-            parts.append((kind, rng.choice(methods), _random_program(rng, depth - 1, log)))
-        else:
-            parts.append((kind if kind != "region" else "tanh", rng.random(), None))
-
-    def run(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        for kind, what, inner in parts:
-            if kind == "region":
-                x = what(inner, x, weight)[0]
-            elif kind == "mm":
-                x = x @ weight
-            elif kind == "twice":
-                h = x * 0.5
-                x = h.sin() * h.cos() + h.tanh()
-            elif kind == "dropout":
-                x = torch.nn.functional.dropout(x, 0.3)
-            elif kind == "view":
-                x = x.t().contiguous() + x
-            elif kind == "log":
-                x = log[0](x)
-            else:
-                x = getattr(x * 0.5, kind)()
-        return x, x
-
-    return run
-
-
-def _outcome(seed: int, presses: bool, log: list[Callable[[Tensor], Tensor]]) -> list[Tensor]:
-    rng, choices = random.Random(seed), random.Random(-seed)
+@many_draws
+@given(drawn=draws, ways=st.lists(st.sampled_from(sorted(METHODS)), min_size=1, max_size=4), seed=st.integers(0, 9))
+def test_pressing_at_random_points_of_random_programs_gives_equal_gradients(
+    drawn: Drawn, ways: list[str], seed: int
+) -> None:
+    chosen = random.Random(seed)
 
     def press() -> None:
-        if presses and choices.random() < 0.3:
-            pressure.release(choices.choice((1, 1 << 14, _ALL)))
+        if chosen.random() < 0.5:
+            pressure.release(chosen.choice((1, 1 << 7, _ALL)))
 
-    def hooked(x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda grad: press())
-        return x
+    region = ByDepth([METHODS[way] for way in ways])
 
-    log[:] = [hooked]
-    program = _random_program(rng, 2, log)
-    torch.manual_seed(seed)
-    x = torch.randn(16, 16, requires_grad=True)
-    weight = (torch.randn(16, 16) / 4).requires_grad_()
+    def pressed(*args: Any, **kwargs: Any) -> list[Tensor]:
+        made: list[Tensor] = region(*args, **kwargs)
+        for tensor in made:
+            if tensor.requires_grad:
+                tensor.register_hook(lambda grad: press())
+        return made
+
+    expected = outcome(_plain, drawn)
     with pressed_inside(press):
-        y = program(x, weight)[0].square().mean()
-        first = torch.autograd.grad(
-            y, [x, weight], create_graph=rng.random() < 0.3, retain_graph=True, allow_unused=True
-        )
-        second = torch.autograd.grad(y, [x, weight], retain_graph=True, allow_unused=True)
-        last = torch.autograd.grad(y, [x, weight], allow_unused=True)
-    return [grad.detach() for grads in (first, second, last) for grad in grads if grad is not None]
-
-
-@pytest.mark.parametrize("first", range(0, 120, 20))
-def test_pressing_at_random_points_of_random_programs_gives_equal_gradients(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log: list[Callable[[Tensor], Tensor]] = []
-    for seed in range(first, first + 20):
-        with monkeypatch.context() as patched:
-            for name in METHODS:
-                patched.setitem(METHODS, name, _plain)
-            expected = _outcome(seed, False, log)
-        found = _outcome(seed, True, log)
-        assert len(found) == len(expected) and all(map(torch.equal, found, expected)), seed
+        assert_equal(outcome(pressed, drawn), expected)
