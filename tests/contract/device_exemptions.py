@@ -107,7 +107,6 @@ EXEMPT: dict[str, str] = {
     f"{_OFFLOAD}freed.py::test_storages_that_nobody_copies_do_not_wait": _FREED,
     f"{_OFFLOAD}freed.py::test_memory_freed_while_backward_holds_it_gives_what_was_saved": _FREED,
     f"{_OFFLOAD}freed.py::test_what_a_failed_backward_read_ahead_is_released": _FREED,
-    f"{_OFFLOAD}freed.py::test_a_failed_backward_keeps_nothing_once_its_graph_is_gone": _FREED,
     f"{_OFFLOAD}faults.py::test_a_write_that_fails_keeps_the_tensor": _FILE,
     f"{_OFFLOAD}faults.py::test_short_writes_and_reads_are_continued": _FILE,
     f"{_OFFLOAD}faults.py::test_a_read_that_fails_raises_and_the_next_try_is_right": _FILE,

@@ -299,12 +299,8 @@ _WRONG_VALUES: list[tuple[Callable[[], object], str]] = [
     *[(partial(_offload, to), _NO_STORE) for to in (_model(), _model().forward)],
     *[(partial(_offload, min_bytes=size), r"min_bytes=.* is not a size") for size in _SIZES],
     (partial(_offload, min_bytes="3 apples"), "^offload: min_bytes='3 apples' is not a size"),
-    *[(partial(actckpt.configure, max_inflight=size), r"max_inflight=.* is not a size") for size in _SIZES],
-    (partial(actckpt.configure, host_limit="3 apples"), "^configure: host_limit='3 apples' is not a size"),
-    *[(partial(actckpt.configure, num_workers=num), "num_workers") for num in (-1, 65, True, 1.0, None, "2")],
     (partial(actckpt.configure, bandwidth=5, disk_limit=1), r"unknown setting bandwidth\. Known: .*spill_dir"),
     (partial(actckpt.configure, **_SETTING), r"unknown setting spil_dir\. Did you mean spill_dir\? Known: "),
-    (partial(actckpt.configure, spill_dir=5), "spill_dir"),
     # apply
     (_applies(policy="offload", min_bytes="x"), "min_bytes"),
     (_applies(policy="offload", to="dsk"), "to='dsk' is not a store"),

@@ -44,6 +44,7 @@ def test_it_is_what_operators_made_within_5_percent(name: str, inflight: str) ->
             total.backward()
             del total
         found = block.report().peak_bytes
+        assert block.report().as_dict()["peak_bytes"] == found and "peak so far: " in str(block.report())
         print(f"{name}: {found / BYTES:.1f} of {live.peak_bytes / BYTES:.1f} values")
         assert abs(found - live.peak_bytes) <= max(0.05 * live.peak_bytes, 2.1 * BYTES)
 

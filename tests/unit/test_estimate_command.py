@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import warnings
 from pathlib import Path
 
@@ -55,16 +54,6 @@ def test_a_script_may_make_its_model_on_the_meta_device(script: str, capsys: pyt
         assert cli.main(["estimate", script, "--batch", "64"]) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
-
-
-def test_the_example_in_the_help_is_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["estimate", "--help"])
-    example = capsys.readouterr().out.partition("For example:\n")[2]
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(example))
-    assert cli.main(["estimate", str(script), "--policy", "recompute"]) == 0
-    assert "optimizer" in capsys.readouterr().out
 
 
 def test_json_has_everything(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,8 @@ import pytest
 import actckpt.integrations
 
 _MODULES = sorted(Path(actckpt.integrations.__file__).parent.glob("*.py"))
-_LIBRARIES = ("accelerate", "diffusers", "lightning", "peft", "pytorch_lightning", "timm", "transformers", "trl")
+_LIBRARIES = ("accelerate", "diffusers", "lightning", "peft", "pytorch_lightning", "timm", "transformer_engine")
+_LIBRARIES += ("transformers", "trl")
 
 
 def test_importing_actckpt_imports_no_integration_and_importing_all_of_them_no_library() -> None:

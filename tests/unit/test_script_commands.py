@@ -139,11 +139,11 @@ def test_a_budget_that_nothing_fits_is_one_line_with_one_that_does(
     assert cli.main([*words, option, size]) == 0
 
 
-@pytest.mark.parametrize("command", ["compare", "plan"])
+@pytest.mark.parametrize("command", ["compare", "plan", "estimate"])
 def test_the_example_in_the_help_is_a_script(command: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     example = textwrap.dedent(capsys.readouterr().out.partition("For example:\n")[2])
     script.write_text(example.replace("1024, 16, 4096", "64, 4, 128").replace("1024", "64"))  # the same, and fast
-    words = ["--rounds=1"] if command == "compare" else ["--activation-budget=60%"]
-    assert cli.main([command, str(script), "--batch=1", "--seq=8", *words]) == 0
+    options = {"compare": "--rounds=1", "plan": "--activation-budget=60%", "estimate": "--policy=recompute"}
+    assert cli.main([command, str(script), "--batch=1", "--seq=8", options[command]]) == 0

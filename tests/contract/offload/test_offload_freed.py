@@ -20,7 +20,6 @@ from internals.stores import (
     faults,
     faulty_store,
     flush,
-    live_tickets,
     store_of_kind,
     store_on_disk,
     using,
@@ -238,18 +237,3 @@ def test_what_a_failed_backward_read_ahead_is_released(tmp_path: Path, num_worke
         assert len(store.buffers) > 2, "some were read ahead"
         assert [reference() for reference in store.buffers] == [None] * len(store.buffers)
         del y
-
-
-def test_a_failed_backward_keeps_nothing_once_its_graph_is_gone(tmp_path: Path) -> None:
-    """autograd itself keeps the nodes that were to run next until the next backward of the thread."""
-    with using(store_on_disk(str(tmp_path))):
-        for _ in range(3):
-            x = leaf(1024)
-            with actckpt.offload(min_bytes=0):
-                y = FailsInBackward.apply((x * 1.5).sin().exp()).cos().sum()
-            flush()
-            with pytest.raises(ArithmeticError):
-                y.backward()
-        del y
-        leaf(1).sin().sum().backward()
-        assert live_tickets() == 0

@@ -166,6 +166,29 @@ def _block_of_its_own_class() -> nn.Module:
     return block
 
 
+class Gated(nn.Module):
+    """A block with one layer: the rest is computed in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.linear(x).chunk(2, -1)
+        return x + torch.sigmoid(gate) * value
+
+
+class Matrices(nn.Module):
+    """A block that keeps its parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(8, 16)), nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.relu(x @ self.up) @ self.down
+
+
 class First(Block):
     """The first block of a stack is often of its own kind."""
 
@@ -213,6 +236,8 @@ MODELS = {
     "parametrized by modules": (_each_with_tanh(_low_rank), {"Sequential": 3}),
     "adapters": (_each_with_tanh(Adapted), {"Sequential": 3}),
     "a class each": (nn.Sequential(*(_block_of_its_own_class() for _ in range(3))), {"Changed": 3}),
+    "one layer and a gate": (nn.Sequential(nn.Linear(8, 8), *(Gated() for _ in range(3))), {"Gated": 3}),
+    "parameters of its own": (nn.Sequential(nn.Linear(8, 8), *(Matrices() for _ in range(3))), {"Matrices": 3}),
     "GRU": (Rows(lambda: nn.GRU(8, 8, batch_first=True)), {"GRU": 3}),
     "LSTM": (Rows(lambda: nn.LSTM(8, 8, num_layers=2, dropout=0.1, batch_first=True)), {"LSTM": 3}),
     "attention of torch": (Rows(lambda: nn.MultiheadAttention(8, 2, batch_first=True)), {"MultiheadAttention": 3}),
@@ -291,11 +316,6 @@ def test_stages_that_transformers_checkpoints_give_way_to_their_blocks(library_l
     assert Counter(map(type, repeated_blocks(stages).values())) == {Block: 12}
 
 
-def test_a_container_of_leaves_only_has_no_blocks() -> None:
-    assert repeated_blocks(nn.Sequential(nn.Linear(8, 8), nn.GELU())) == {}
-    assert repeated_blocks(nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)])])) == {}
-
-
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiled_blocks_are_blocks_as_they_are_uncompiled(fullgraph: bool) -> None:
     """Their forward is an attribute of the instance."""
@@ -305,58 +325,8 @@ def test_compiled_blocks_are_blocks_as_they_are_uncompiled(fullgraph: bool) -> N
     assert actckpt.apply(blocks, blocks=["1"]) == ("1",)
 
 
-class Gated(nn.Module):
-    """A block with one layer: the rest is computed in its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.linear(x).chunk(2, -1)
-        return x + torch.sigmoid(gate) * value
-
-
-class Matrices(nn.Module):
-    """A block that keeps its parameters itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(4, 8)), nn.Parameter(torch.randn(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.relu(x @ self.up) @ self.down
-
-
 class Scaled(nn.Linear):
     """A layer of torch, a bit different: run again by itself it saves nothing."""
-
-
-@pytest.mark.parametrize("block", [Gated, Matrices])
-def test_blocks_that_compute_in_their_forward_are_found(block: type[nn.Module]) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(block() for _ in range(3))))
-    assert list(repeated_blocks(model)) == ["1.0", "1.1", "1.2"]
-    x = torch.randn(2, 4)
-    model(x).sum().backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
-    actckpt.apply(model)
-    model(x).sum().backward()
-    assert all(torch.equal(a.grad, b) for a, b in zip(model.parameters(), expected, strict=True))
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: nn.Linear(4, 4),
-        lambda: Scaled(4, 4),
-        lambda: nn.LazyLinear(4),
-        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
-        lambda: nn.utils.spectral_norm(nn.Conv2d(4, 4, 3)),
-    ],
-)
-def test_rows_of_layers_are_no_blocks(layer: Callable[[], nn.Module]) -> None:
-    assert repeated_blocks(nn.ModuleList(layer() for _ in range(3))) == {}
 
 
 class Norm(nn.Module):
@@ -368,8 +338,27 @@ class Norm(nn.Module):
         return x * self.weight
 
 
-def test_norms_and_attributes_in_a_row_are_no_blocks() -> None:
-    assert repeated_blocks(nn.Sequential(Norm(), Norm(), Norm())) == {}
+def _attributes() -> nn.Module:
     model = nn.Module()
     model.cell1, model.cell2 = Matrices(), Matrices()
+    return model
+
+
+def _row(layer: Callable[[], nn.Module]) -> nn.Module:
+    return nn.ModuleList(layer() for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *map(_row, (lambda: nn.Linear(4, 4), lambda: Scaled(4, 4), lambda: nn.LazyLinear(4))),
+        _row(lambda: parametrizations.weight_norm(nn.Linear(4, 4))),
+        _row(lambda: nn.utils.spectral_norm(nn.Conv2d(4, 4, 3))),
+        nn.Sequential(Norm(), Norm(), Norm()),
+        _attributes(),
+        nn.Sequential(nn.Linear(8, 8), nn.GELU()),
+        nn.ModuleList([nn.ModuleList([nn.Linear(8, 8)])]),
+    ],
+)
+def test_rows_of_layers_norms_and_attributes_are_no_blocks(model: nn.Module) -> None:
     assert repeated_blocks(model) == {}

@@ -219,24 +219,6 @@ def test_a_refused_pin_keeps_and_fixes_the_limit() -> None:
     assert (stats.limit_bytes, stats.num_refused_pins, stats.pool_bytes) == (0, 1, 0)
 
 
-def test_an_error_names_call_and_code_and_nothing_is_recycled(rig: Rig) -> None:
-    ticket = rig.put(Tensor())
-    rig.settle()
-    rig.released.clear()
-    buffer = Tensor()
-    alive = weakref.ref(buffer)
-    rig.cuda.fail_at(7, 700)  # in the middle of the load
-    assert ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)
-    del buffer
-    with pytest.raises(_C.OffloadError, match=r"cu\w+ returned CUDA_ERROR_ILLEGAL_ADDRESS \(700\)"):
-        ticket.get(0, DEFAULT)
-    ticket.drop()
-    assert alive() is not None  # a copy into it may be running
-    tensor = Tensor()
-    assert rig.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor) == _C.Kept.FAILED
-    assert rig.engine.pool_stats().num_blocks == 1
-
-
 def test_no_driver_call_after_close() -> None:
     rig = Rig()
     ticket = rig.put(Tensor())

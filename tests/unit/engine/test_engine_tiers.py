@@ -146,22 +146,6 @@ def test_a_refused_pin_of_the_bounce_buffers_keeps() -> None:
     assert rig.refuse(Tensor()) == _C.Kept.FULL  # for good: a limit of the system rarely goes away
 
 
-def test_a_device_call_that_fails_in_a_worker_is_raised_by_the_next_get() -> None:
-    rig = Rig()
-    ticket = rig.put(Tensor(2))
-    rig.settle()
-    buffer = rig.load(ticket, urgent=False)
-    rig.cuda.fail_at(1, 700)
-    rig.engine._work()
-    with pytest.raises(_C.OffloadError, match=r"\(700\)"):
-        ticket.get(0, DEFAULT)
-    alive = weakref.ref(buffer)
-    del buffer
-    ticket.drop()
-    gc.collect()
-    assert alive() is not None  # a copy into it may be running
-
-
 def test_stream_waits_are_measured_once_they_have_passed() -> None:
     rig = Rig(pinned=1 << 20)
     ticket = rig.put(Tensor())

@@ -26,14 +26,6 @@ def test_a_plan_survives_the_way_through_its_file(table: dict[str, Any], tmp_pat
     assert written["overhead_seconds"] == plan.overhead_seconds and written["plan_version"] == 2
 
 
-def test_a_plan_can_carry_places(table: dict[str, Any]) -> None:
-    plan = solve(table, budget=60)
-    assert plan.places is None
-    places: tuple[dict[str, Any], ...] = tuple({name: ["layers.0", 3] for name in actions} for actions in plan.actions)
-    plan = dataclasses.replace(plan, places=places)
-    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -124,29 +124,6 @@ def test_an_adversary_runs_copies_early_and_the_same_each_time() -> None:
     assert first == pending() and len(set(first)) > 3
 
 
-def test_backward_runs_on_the_stream_of_its_forward() -> None:
-    seen = []
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
-            return values * 2
-
-        @staticmethod
-        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-            seen.append(_current().stream_id)
-            return gradient * 2
-
-    values = torch.ones(3, device="sim", requires_grad=True)
-    side = torch.Stream(device="sim")
-    side.wait_stream(_current())
-    with side:
-        found = Twice.apply(values)
-    _current().wait_stream(side)
-    found.sum().backward()
-    assert seen == [side.stream_id]
-
-
 def test_handles_name_streams_and_zero_the_default_one() -> None:
     assert device.stream_handle(torch.device("sim:0")) == device.stream_handle(torch.device("sim:1")) == 0
     side = torch.Stream(device="sim:1")
