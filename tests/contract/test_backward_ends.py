@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -93,41 +94,36 @@ def _graph(method: Callable[..., Pair], program: Callable[..., Pair]) -> Graph:
     return Graph(result.sum(), middle, inputs)
 
 
-class _Failing:
-    """A hook that fails as long as it is armed, and what was alive when it did."""
+Act = Callable[[], object]
 
-    def __init__(self, live: LiveStorages, fail: Callable[[_Failing, Graph], None], graph: Graph) -> None:
+
+class _Hook:
+    """Does once what it is told, where a backward comes to the middle, and notes what is alive there."""
+
+    def __init__(self, live: LiveStorages, graph: Graph) -> None:
         self._live = live
-        self._fail = fail
-        self.graph = graph
-        self.is_armed = True
+        self.act: Act | None = None
         self.live_bytes = 0
+        self.handle = graph.middle.register_hook(self)
 
     def __call__(self, grad: Tensor) -> None:
-        if self.is_armed:
-            self.live_bytes = self._live.live_bytes
-            self._fail(self, self.graph)
+        act, self.act = self.act, None
+        self.live_bytes = self._live.live_bytes
+        if act is not None:
+            with torch.enable_grad():
+                act()
 
 
-def _raise(failing: _Failing, graph: Graph) -> None:
+def _raise() -> None:
     raise FailError
 
 
-def _interrupt(failing: _Failing, graph: Graph) -> None:
+def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _signal(failing: _Failing, graph: Graph) -> None:
+def _signal() -> None:
     signal.raise_signal(signal.SIGINT)
-
-
-def _after_another(failing: _Failing, graph: Graph) -> None:
-    """Run a backward over a graph (the same one: with the hook disarmed), which succeeds, and fail."""
-    failing.is_armed = False
-    with torch.enable_grad():
-        _succeeds(graph, retain=True)
-    failing.is_armed = True
-    raise FailError
 
 
 FAILURES = {"raises": _raise, "is interrupted": _interrupt, "gets a signal": _signal}
@@ -158,8 +154,9 @@ def _succeeds(graph: Graph, program: Callable[..., Pair] = _layers, retain: bool
     assert all(map(torch.equal, found, _expected(program)))
 
 
-def _fails(graph: Graph, retain: bool) -> None:
+def _fails(graph: Graph, retain: bool, hook: _Hook, act: Act = _raise) -> None:
     """Run a backward that fails, and let go of the error."""
+    hook.act = act
     try:
         torch.autograd.grad(graph.loss, graph.inputs, retain_graph=retain)
     except (FailError, KeyboardInterrupt):
@@ -167,45 +164,43 @@ def _fails(graph: Graph, retain: bool) -> None:
     pytest.fail("it did not fail")
 
 
-def _fails_and_recovers(live: LiveStorages, graph: Graph, failing: _Failing, program: Callable[..., Pair]) -> None:
-    """Check what is alive around two backwards that fail and two that do not."""
-    handle = graph.middle.register_hook(failing)
-    graph = graph._replace(middle=graph.loss)
-    before = _live_bytes(live)
-    for _ in range(2):
-        _fails(graph, True)
-        assert failing.live_bytes > before, "nothing was cached"
-        assert _live_bytes(live) <= before
-    failing.is_armed = False
-    for _ in range(2):
-        _succeeds(graph, program, True)
-        assert _live_bytes(live) <= before
-    handle.remove()  # it may refer to the graph that it is in: a cycle that the collector does not see
-
-
 @_METHODS
 @_PROGRAMS
-@pytest.mark.parametrize("how", FAILURES)
-def test_a_failed_backward_leaves_no_more_bytes_than_it_found(
-    method: str, program: Callable[..., Pair], how: str
-) -> None:
-    with LiveStorages() as live:
-        graph = _graph(METHODS[method], program)
-        _fails_and_recovers(live, graph, _Failing(live, FAILURES[how], graph), program)
+@pytest.mark.parametrize("seed", range(6))
+def test_no_backward_leaves_more_bytes_than_it_found(method: str, program: Callable[..., Pair], seed: int) -> None:
+    """Whether it fails, is of a part, or runs others inside, over the same graph or another one.
 
-
-@_METHODS
-@pytest.mark.parametrize("is_same", [True, False], ids=["the same graph", "another graph"])
-def test_a_backward_that_fails_after_one_inside_of_it_leaves_no_more_bytes_than_it_found(
-    method: str, is_same: bool
-) -> None:
-    """Two graph tasks may use one region at once: the end of each takes what is its own."""
+    Two graph tasks may use one region at once: the end of each takes what is its own.
+    """
+    draw = random.Random(f"{method} {program.__name__} {seed}")
     with LiveStorages() as live:
-        graph = _graph(METHODS[method], _layers)
-        other = graph if is_same else _graph(METHODS[method], _layers)
-        other = other._replace(middle=other.loss)
-        _fails_and_recovers(live, graph, _Failing(live, _after_another, other), _layers)
-        _succeeds(other)
+        graph, other = _graph(METHODS[method], program), _graph(METHODS[draw.choice(list(METHODS))], _layers)
+        hook, of_other, middle = _Hook(live, graph), _Hook(live, other), graph.middle if seed % 2 else graph.loss
+        graph, other = (each._replace(middle=each.loss) for each in (graph, other))
+
+        def leaves_nothing(run: Act) -> None:
+            before = _live_bytes(live)
+            run()
+            assert _live_bytes(live) <= before
+
+        insides: list[Act] = [
+            lambda: None,
+            lambda: _succeeds(graph, program, retain=True),
+            lambda: _succeeds(other, retain=True),
+            lambda: leaves_nothing(lambda: _fails(other, True, of_other)),
+            lambda: torch.autograd.grad(graph.loss, middle, retain_graph=True),
+        ]
+        before = _live_bytes(live)
+        for _ in range(6):
+            inside, fail = draw.choice(insides), FAILURES[draw.choice(list(FAILURES))]
+            if draw.random() < 0.5:
+                leaves_nothing(lambda inside=inside, fail=fail: _fails(graph, True, hook, lambda: (inside(), fail())))
+                assert hook.live_bytes > before, "nothing was cached"
+            else:
+                hook.act = inside
+                leaves_nothing(draw.choice(insides[1:]))
+        for each in (hook, of_other):
+            each.handle.remove()  # it refers to the graph that it is in: a cycle that the collector does not see
 
 
 @_METHODS
@@ -216,26 +211,13 @@ def test_a_failed_backward_that_frees_its_graph_leaves_no_more_bytes_than_it_fou
 ) -> None:
     with LiveStorages() as live:
         graph = _graph(METHODS[method], program)
-        failing = _Failing(live, FAILURES[how], graph)
-        graph.middle.register_hook(failing)
-        graph = failing.graph = graph._replace(middle=graph.loss)
+        hook = _Hook(live, graph)
+        graph = graph._replace(middle=graph.loss)
         before = _live_bytes(live)
-        _fails(graph, False)
-        assert failing.live_bytes > before, "nothing was cached"
+        _fails(graph, False, hook, FAILURES[how])
+        assert hook.live_bytes > before, "nothing was cached"
         # What was in the store may be gone from there: what was made from it is held instead.
         assert _live_bytes(live) <= before + (_BYTES if method == "replay from a store" else 0)
-
-
-@_METHODS
-@_PROGRAMS
-def test_a_backward_of_a_part_leaves_no_more_bytes_than_it_found(method: str, program: Callable[..., Pair]) -> None:
-    with LiveStorages() as live:
-        graph = _graph(METHODS[method], program)
-        before = _live_bytes(live)
-        torch.autograd.grad(graph.loss, graph.middle, retain_graph=True)
-        assert _live_bytes(live) <= before
-        _succeeds(graph, program, True)
-        assert _live_bytes(live) <= before
 
 
 @_METHODS
@@ -245,10 +227,10 @@ def test_what_a_failed_backward_left_of_the_graph_gives_equal_gradients(method: 
     def gradients(method: Callable[..., Pair], fails: bool) -> list[Tensor]:
         with LiveStorages() as live:
             graph = _graph(method, _on_few_bytes)
-            hook = graph.middle.register_hook(_Failing(live, _raise, graph))
+            hook = _Hook(live, graph)
             if fails:
-                _fails(graph, False)
-            hook.remove()
+                _fails(graph, False, hook)
+            hook.handle.remove()
             return list(torch.autograd.grad(graph.middle.sum(), graph.inputs[:3]))
 
     expected = gradients(_plain, False)
@@ -261,41 +243,15 @@ def test_values_of_a_group_go_when_one_of_its_backwards_fails() -> None:
         pytest.skip(f"torch {torch.__version__} has no GraphExecGroup")
     with LiveStorages() as live:
         graph = _graph(METHODS["rerun"], _layers)
-        failing = _Failing(live, _raise, graph)
-        hook = graph.middle.register_hook(failing)
+        hook = _Hook(live, graph)
         graph = graph._replace(middle=graph.loss)
         before = _live_bytes(live)
         with group():
-            _fails(graph, True)
-            assert failing.live_bytes > before
+            _fails(graph, True, hook)
+            assert hook.live_bytes > before
             assert _live_bytes(live) <= before
-            hook.remove()
+            hook.handle.remove()
             _succeeds(graph)
-
-
-@_METHODS
-@pytest.mark.parametrize("inner", METHODS)
-def test_a_backward_inside_of_a_backward_fails_alone(method: str, inner: str) -> None:
-    """A hook runs a backward over another graph, which fails, and goes on."""
-    with LiveStorages() as live:
-        graph, other = _graph(METHODS[method], _layers), _graph(METHODS[inner], _layers)
-        failing = _Failing(live, _raise, other)
-        other.middle.register_hook(failing)
-        held: list[tuple[int, int]] = []
-
-        def hook(grad: Tensor) -> None:
-            before = _live_bytes(live)
-            _fails(other, True)
-            held.append((before, _live_bytes(live)))
-
-        graph.middle.register_hook(hook)
-        before = _live_bytes(live)
-        _succeeds(graph, retain=True)
-        ((before_inside, after_inside),) = held
-        assert after_inside <= before_inside
-        assert _live_bytes(live) <= before
-        failing.is_armed = False
-        _succeeds(other)
 
 
 @_METHODS
@@ -307,12 +263,10 @@ def test_a_double_backward_that_fails_leaves_no_more_bytes_than_it_found(method:
 
     with LiveStorages() as live:
         graph = twice(METHODS[method])
-        failing = _Failing(live, _raise, graph)
-        graph.middle.register_hook(failing)
+        hook = _Hook(live, graph)
         before = _live_bytes(live)
-        _fails(graph, True)
+        _fails(graph, True, hook)
         assert _live_bytes(live) <= before
-        failing.is_armed = False
         found = torch.autograd.grad(graph.loss, graph.inputs)
     plain_graph = twice(plain)
     assert all(map(torch.equal, found, torch.autograd.grad(plain_graph.loss, plain_graph.inputs)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,9 +67,13 @@ def test_a_budget_for_activations_in_bytes(budget: float | str, nbytes: int) -> 
     assert sizes.activation_budget_bytes(budget, plain_bytes=1000 * 1024.0) == nbytes
 
 
-@pytest.mark.parametrize(
-    ("budget", "hint"),
-    [
+#: Reads each argument.
+_TAKE: dict[str, Callable[[Any], float]] = {
+    "budget": lambda budget: sizes.budget_bytes(budget, _CPU, held_bytes=0.0),
+    "activation_budget": lambda budget: sizes.activation_budget_bytes(budget, plain_bytes=1e9),
+}
+_HINTS: dict[str, list[tuple[object, str]]] = {
+    "budget": [
         (float("nan"), r"is not a size\. .*'auto'\.$"),
         (-1, r"is not a size\."),
         (-5.0, r"is not a size\."),
@@ -83,15 +89,7 @@ def test_a_budget_for_activations_in_bytes(budget: float | str, nbytes: int) -> 
         ("0G", r"or 'auto'\.$"),
         ("1e30MiB", r"or 'auto'\.$"),
     ],
-)
-def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) -> None:
-    with pytest.raises(ValueError, match=rf"^budget={re.escape(repr(budget))} (.* )?{hint}"):
-        sizes.budget_bytes(budget, _CPU, held_bytes=0.0)
-
-
-@pytest.mark.parametrize(
-    ("budget", "hint"),
-    [
+    "activation_budget": [
         (float("nan"), r"is not a size\. .*whole number\.$"),
         (-1, r"is not a size\. Pass a share like '50%'"),
         (1.5, r"is 1\.5 bytes\. .*'1\.5%'\?$"),
@@ -109,10 +107,15 @@ def test_an_error_about_a_budget_says_what_was_meant(budget: object, hint: str) 
         (math.inf, r"is not a size\."),
         ("4Gb", r"'Gb' are bits\."),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "budget", "hint"), [(what, *case) for what, cases in _HINTS.items() for case in cases]
 )
-def test_an_error_about_a_budget_for_activations_says_what_was_meant(budget: object, hint: str) -> None:
-    with pytest.raises(ValueError, match=rf"^activation_budget={re.escape(repr(budget))} (.* )?{hint}"):
-        sizes.activation_budget_bytes(budget, plain_bytes=1000.0)
+def test_an_error_about_a_budget_says_what_was_meant(what: str, budget: object, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{what}={re.escape(repr(budget))} (.* )?{hint}"):
+        _TAKE[what](budget)
 
 
 _WRONG = [0, 1, 40, 70.0, 1.5, 2.0, -1, 1e30, "0", "1", "1.0", "0.4", "40", "70.5", "1e9", "-5", "150%", "-10%", "0%"]
@@ -122,11 +125,7 @@ _WRONG += ["%", "4G", "4Gb", "0G", "0.0001K", "1e30MiB", "5e3MiB", "1,5 gib", "8
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("wrong", _WRONG)
 def test_what_errors_about_budgets_suggest_is_taken(wrong: object) -> None:
-    takes = {
-        "budget": lambda budget: sizes.budget_bytes(budget, _CPU, held_bytes=0.0),
-        "activation_budget": lambda budget: sizes.activation_budget_bytes(budget, plain_bytes=1e9),
-    }
-    for what, take in takes.items():
+    for what, take in _TAKE.items():
         try:
             take(wrong)
         except ValueError as error:

@@ -15,33 +15,9 @@ from typing import Any
 
 import pytest
 import sim
-from mock_tensor import PAGE, Tensor
+from mock_tensor import DEFAULT, OTHER, PAGE, Rig, Tensor
 
 from actckpt import _C
-
-DEFAULT = 0  # the handle of queue 0, the mock's default stream
-OTHER = 2  # the handle of queue 1
-
-
-class Rig:
-    def __init__(self, *, limit_bytes: int = 1 << 26, window_bytes: int | None = 1 << 20) -> None:
-        self.cuda = sim.MockCuda()
-        self.released: list[tuple[object, list[tuple[int, int]]]] = []
-        released = self.released  # `release` must not refer to the engine
-        self.engine = self.cuda.engine(
-            limit_bytes=limit_bytes,
-            window_bytes=window_bytes,
-            release=lambda keep, uses: released.append((keep, uses)),
-        )
-
-    def put(self, tensor: Tensor, stream: int = DEFAULT) -> _C.DeviceTicket:
-        ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, stream, tensor)
-        assert isinstance(ticket, _C.DeviceTicket)
-        return ticket
-
-    def settle(self) -> None:
-        self.cuda.drain()
-        self.engine.poll()
 
 
 @pytest.fixture

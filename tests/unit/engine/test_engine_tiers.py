@@ -12,40 +12,24 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import mock_tensor
 import pytest
 import sim
-from mock_tensor import PAGE, Tensor
+from mock_tensor import DEFAULT, PAGE, Tensor
 
 import actckpt
 from actckpt import _C, config
 from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore
 
-DEFAULT, OTHER = 0, 2
 
-
-class Rig:
+class Rig(mock_tensor.Rig):
     """An engine with little pinned memory and buffers of one page, half of them for each direction."""
 
     def __init__(self, *, pinned: int = 0, num_buffers: int = 4, **options: Any) -> None:
-        self.cuda = sim.MockCuda()
+        options.setdefault("spill_file", _C.SpillFile(tempfile.gettempdir()))
+        super().__init__(limit_bytes=pinned, bounce_bytes=2 * num_buffers * PAGE, buffer_bytes=PAGE, **options)
         RIGS.append(self)
-        self.released: list[object] = []
-        released = self.released
-        self.engine = self.cuda.engine(
-            limit_bytes=pinned,
-            window_bytes=options.pop("window_bytes", 1 << 20),
-            release=lambda keep, uses: released.append(keep),
-            spill_file=options.pop("spill_file") if "spill_file" in options else _C.SpillFile(tempfile.gettempdir()),
-            bounce_bytes=2 * num_buffers * PAGE,
-            buffer_bytes=PAGE,
-            **options,
-        )
-
-    def put(self, tensor: Tensor, **options: bool) -> _C.DeviceTicket:
-        ticket = self.engine.put(tensor.ptr, tensor.nbytes, 0, DEFAULT, tensor, **options)
-        assert isinstance(ticket, _C.DeviceTicket)
-        return ticket
 
     def refuse(self, tensor: Tensor, **options: bool) -> _C.Kept:
         count = sys.getrefcount(tensor)
@@ -135,7 +119,7 @@ def test_a_tensor_that_gets_stuck_half_way_stays_on_the_device_and_leaves_nothin
     figures = rig.engine.stats()
     assert (figures.stuck_bytes, figures.disk_bytes, figures.num_live, figures.inflight_bytes) == (0, 0, 0, 0)
     assert figures.num_failed_writes == 2 and figures.num_full_writes == 0
-    assert rig.released[-1] is tensor  # held while the pieces under way were read from it
+    assert rig.released[-1][0] is tensor  # held while the pieces under way were read from it
 
 
 def test_a_refused_pin_of_the_bounce_buffers_keeps() -> None:
