@@ -136,6 +136,16 @@ def test_handles_name_streams_and_zero_the_default_one() -> None:
         device.stream_at(handle, torch.device("sim:0"))
 
 
+def test_capture_is_what_a_test_says() -> None:
+    side = torch.Stream(device="sim")
+    with device.capturing(side):
+        assert device.is_capturing(side) and not torch.sim.is_current_stream_capturing()
+        with side:
+            assert torch.sim.is_current_stream_capturing()
+        assert not hasattr(side, "is_capturing") or (side.is_capturing() and not _current().is_capturing())
+    assert not device.is_capturing(side)
+
+
 def test_the_link_takes_simulated_time_and_events_tell_it() -> None:
     side = torch.Stream(device="sim")
     source, host = torch.ones(1000, device="sim"), torch.zeros(1000, pin_memory=True)
