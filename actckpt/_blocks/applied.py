@@ -323,7 +323,7 @@ class CheckpointedForward:
         if options.policy not in (None, "recompute", Action.RECOMPUTE):
             return checkpointed(options)
         plain = functools.partial(original, *args, **kwargs)
-        result = self._recomputation.run(self.group, options, checkpointed, plain)
+        result = self._recomputation.run(self.group, options, checkpointed, plain, (args, kwargs))
         if record is not None and self._recomputation.reruns:
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)
         return result

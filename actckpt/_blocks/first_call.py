@@ -10,6 +10,7 @@ Not checked: blocks under a budget, with several ranks, in other regions or hook
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,10 +22,11 @@ from actckpt._blocks.block_group import BlockGroup
 from actckpt._blocks.repeatable import Unrepeatable, unrepeatable_operators
 from actckpt._core import random_state, ranks, torch_private
 from actckpt._core.sites import warn_user
+from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._options import CheckpointOptions
 from actckpt._replay.operators import operator_of
-from actckpt._rerun.audit import RerunAudit
+from actckpt._rerun.audit import RerunAudit, unwritten_by
 from actckpt._rerun.module_state import modules_as_found
 from actckpt._text.listed import listed
 from actckpt.action import Action
@@ -59,12 +61,14 @@ class Recomputation:
         options: CheckpointOptions,
         checkpointed: Callable[[CheckpointOptions, Callable[[RerunAudit], None] | None], Any],
         plain: Callable[[], object],
+        arguments: object,
     ) -> Any:
         """Run a call of the block.
 
         Args:
             checkpointed: runs it with these options; the second argument receives the audit of its region.
             plain: runs it without a checkpoint.
+            arguments: its arguments.
         """
         if not self.reruns:
             return checkpointed(options._replace(policy=self._policy or PerOp({})), None)
@@ -82,7 +86,7 @@ class Recomputation:
         if frame is None:
             return result
         audits[0].frame = None  # which holds the audit
-        found = _unrepeatable(audits[0], frame, plain)
+        found = _unrepeatable(audits[0], frame, plain, functools.partial(_unwritten, frame, result, arguments))
         if not found:
             return result
         del result
@@ -106,7 +110,9 @@ def _tell(group: BlockGroup, found: list[Unrepeatable]) -> None:
         warn_user(_NOT_REPEATABLE, operators=listed(list(map(str, found))), names=names)
 
 
-def _unrepeatable(audit: RerunAudit, frame: _C.Frame, plain: Callable[[], object]) -> list[Unrepeatable]:
+def _unrepeatable(
+    audit: RerunAudit, frame: _C.Frame, plain: Callable[[], object], unwritten: Callable[[], set[int]]
+) -> list[Unrepeatable]:
     """Return operators that are not repeatable, if a rerun of the region saves other tensors."""
 
     def run_again() -> None:
@@ -116,9 +122,24 @@ def _unrepeatable(audit: RerunAudit, frame: _C.Frame, plain: Callable[[], object
     if frame.region is not None and frame.region.carried is not None:
         return []
     try:
-        return [] if audit.repeats(frame) else unrepeatable_operators(run_again)
+        return [] if audit.repeats(frame, unwritten) else unrepeatable_operators(run_again)
     except torch.OutOfMemoryError:  # a check must not fail the step
         return []
+
+
+def _unwritten(frame: _C.Frame, result: object, arguments: object) -> set[int]:
+    """Return the indices of tensors of a region that operators leave unwritten."""
+    done = {tensor.grad_fn for tensor in tensors_in(arguments)}
+    nodes = [tensor.grad_fn for tensor in tensors_in(result)]
+    found = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        nodes += [edge for edge, _ in node.next_functions]
+        found |= {_C.index_of(held) for held in unwritten_by(node) if _C.frame_of(held) is frame}
+    return found
 
 
 @contextmanager

@@ -39,12 +39,12 @@ from actckpt._core import devices, messages, torch_private
 from actckpt._core.checksums import Result, are_close, checksum, sums, uncounted
 from actckpt._core.functions import contents_of
 from actckpt._core.hooks import is_ours
-from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
+from actckpt._rerun.filling import Filling
 from actckpt.errors import RerunMismatchError
 
-__all__ = ["RerunAudit", "audit_of", "without_audits"]
+__all__ = ["RerunAudit", "audit_of", "unwritten_by", "without_audits"]
 
 #: Names of saved tensors that operators fill later, or not always.
 _UNWRITTEN = frozenset(
@@ -235,13 +235,19 @@ class RerunAudit:
         if self.wants_frame:
             self.frame = frame
 
-    def repeats(self, frame: _C.Frame) -> bool:
-        """Rerun a region right after its forward; return whether that saves the same tensors."""
+    def repeats(self, frame: _C.Frame, unwritten: Callable[[], set[int]]) -> bool:
+        """Rerun a region right after its forward; return whether that saves the same tensors.
+
+        Args:
+            unwritten: returns the indices of tensors that operators leave unwritten.
+        """
         try:
             _C.rerun_again(frame)
-        except RerunMismatchError:
-            return False
-        self._different = self._compared()
+        except Exception as error:  # after other results, the function itself may fail
+            return isinstance(error, torch.OutOfMemoryError)  # which shows nothing
+        found = self._compared()
+        left_out = unwritten() if found else set()
+        self._different = {index: text for index, text in found.items() if index not in left_out}
         different = self._explain(frame) if None in self._different.values() else self._different
         self._different = None
         return None not in different.values()
@@ -266,7 +272,7 @@ class RerunAudit:
         if index not in self._different:
             return
         node = torch_private.current_node()
-        if node is None or _is_unwritten(node, slot):
+        if node is None or any(each is slot for each in unwritten_by(node)):
             return
         found, module = self._found[index], self._modules.get(index)
         where = f" in {module}" if module else ""
@@ -287,7 +293,7 @@ class RerunAudit:
         self._is_explaining = True
         try:
             for is_filled in (True, True, False, True):
-                with _Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
+                with Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
                     _C.rerun_again(frame)
                 found.append(self._rerun)
         except Exception:
@@ -315,22 +321,6 @@ class RerunAudit:
             if not self._raises:
                 return dict.fromkeys(different, _OTHER_NUMBERS)
             return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
-
-
-class _Filling(ObservingMode):
-    """Fills uninitialized memory that operators of this thread return."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if getattr(func, "overloadpacket", None) in _EMPTY and result.numel():
-            result.fill_(3 if result.is_floating_point() else 0)  # numbers that do no harm as indices, either
-        return result
-
-
-_ATEN = torch.ops.aten
-_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
 def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
@@ -391,9 +381,9 @@ def _are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _is_unwritten(node: Any, slot: object) -> bool:
-    """Whether the tensor that a node reads is one that its operator leaves unwritten (Rule 3)."""
+def unwritten_by(node: Any) -> list[object]:
+    """Return what autograd holds for tensors that the operator of a node leaves unwritten (Rule 3)."""
     kind = node.name()
     names = next((names for begin, names in _UNWRITTEN_RESULTS.items() if kind.startswith(begin)), set())
     saved = (getattr(node, f"_raw_saved_{name}", None) for name in _UNWRITTEN | names)
-    return any(each is not None and each.data is slot for each in saved)
+    return [each.data for each in saved if each is not None]

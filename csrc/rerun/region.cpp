@@ -352,6 +352,12 @@ PyObject* frame_of(PyObject*, PyObject* saved) {
   return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<SlotObject*>(saved)->frame));
 }
 
+// The position of a slot among the tensors that its forward saved.
+PyObject* index_of(PyObject*, PyObject* slot) {
+  if (Py_TYPE(slot) != slot_type) return PyErr_Format(PyExc_TypeError, "index_of: not a slot of a region");
+  return PyLong_FromSize_t(reinterpret_cast<SlotObject*>(slot)->index);
+}
+
 PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
@@ -368,6 +374,7 @@ PyMethodDef region_functions[] = {
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"frame_of", frame_of, METH_O, "The frame of a slot; None for all else."},
+    {"index_of", index_of, METH_O, "Position of a slot among the tensors that its forward saved."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
     {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};

@@ -159,11 +159,14 @@ def test_it_may_be_listed_beforehand(name: str) -> None:
     assert model.blocks[0].num_calls == 3
 
 
-def test_blocks_that_repeat_run_once_more_in_the_first_step() -> None:
-    model = _applied(lambda x: (x, torch.arange(len(x))))
+@pytest.mark.parametrize("kind", ["Experts", "Noisy"])
+def test_blocks_that_repeat_run_once_more_in_the_first_step(kind: str) -> None:
+    made = {"Experts": Experts, "Noisy": Noisy}[kind]
+    model = nn.Sequential(*(made(lambda x: (x, torch.arange(len(x)))) for _ in range(2)))
+    actckpt.apply(model, blocks=made)
     for _ in range(3):
         _gradients(model)
-    assert [block.num_calls for block in model.blocks] == [7, 7]
+    assert [block.num_calls for block in model] == [7, 7]
 
 
 class Noisy(Experts):
