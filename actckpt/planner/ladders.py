@@ -9,7 +9,7 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass
 from actckpt.planner.pins import Allowed
 
-__all__ = ["Way", "ladder", "slope"]
+__all__ = ["Way", "all_ways", "ladder", "slope"]
 
 #: With more values than these left, a step keeps several, so that steps grow with the logarithm of the number.
 _FEW = 64
@@ -31,7 +31,7 @@ def slope(below: Way, above: Way) -> float:
 
 def ladder(block: BlockClass, allowed: Allowed) -> list[Way]:
     """Return ways of an entry, fewest bytes first, each of which saves more seconds per byte than the next one."""
-    ways = [way for rerun in (False, True)[: 1 + block.rerun] for way in _ways(block, allowed, rerun=rerun)]
+    ways = [way for rerun in (False, True)[: 1 + block.rerun] for way in all_ways(block, allowed, rerun=rerun)]
     found: list[Way] = []
     for new in sorted(ways, key=lambda way: (way.held_bytes, way.seconds)):
         if not found or new.seconds < found[-1].seconds:
@@ -41,7 +41,7 @@ def ladder(block: BlockClass, allowed: Allowed) -> list[Way]:
     return found
 
 
-def _ways(block: BlockClass, allowed: Allowed, *, rerun: bool) -> list[Way]:
+def all_ways(block: BlockClass, allowed: Allowed, *, rerun: bool) -> list[Way]:
     """Return ways from the one that holds least; each keeps what saves most seconds per byte beside the one before."""
     actions = {name: Action.RECOMPUTE if Action.RECOMPUTE in may else may[0] for name, may in allowed.items()}
     while (lost := block.lost(actions, rerun=rerun)) and len(allowed[lost]) > 1:
@@ -51,6 +51,8 @@ def _ways(block: BlockClass, allowed: Allowed, *, rerun: bool) -> list[Way]:
     ways = [_way(block, actions, rerun=rerun)]
     while more := [value for value in block.values if actions[value.name] is not allowed[value.name][0]]:
         saved = _saved_seconds(block, actions, rerun=rerun)
+        if rerun and not any(saved.values()):
+            break  # a rerun computes the rest, whatever is kept
         more.sort(key=lambda value: -saved.get(value.name, 0.0) / (value.nbytes or 1.0))
         actions = actions | {value.name: allowed[value.name][0] for value in more[: len(more) // _FEW or 1]}
         ways.append(_way(block, actions, rerun=rerun))
