@@ -329,6 +329,15 @@ def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> No
             assert found[phase]["plain"]["us_per_operator"] == 0.0 < found[phase]["actckpt"]["seconds"]
 
 
+def test_growth_is_measured_for_every_row() -> None:
+    growth = runpy.run_path(str(_BENCHMARKS / "growth.py"))
+    figures = growth["measure"](most=1000, only=("parts", "saved tensors, a policy", "operators of a block, a policy"))
+    assert list(figures["operators of a block, a policy"]) == ["100", "1000"]
+    for row in figures.values():
+        assert all(found.get("plain_us", 1.0) > 0.0 and found.get("bytes", 100.0) >= 100.0 for found in row.values())
+    assert growth["table"](figures).count("\n") == 2 + len(figures) == 7
+
+
 def test_first_cycles_of_each_length_are_compared_with_plain_steps() -> None:
     measure = runpy.run_path(str(_BENCHMARKS / "first_cycles.py"))["measure"]
     figures = measure(layers=6, width=64, tokens=[32, 48], models=2)

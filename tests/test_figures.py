@@ -357,6 +357,14 @@ def test_known_problems_are_those_of_the_results() -> None:
     assert script["matmul_table"](_figures("known_problems", "matmuls")) in page.read_text()
 
 
+def test_growth_is_that_of_the_results_and_linear() -> None:
+    figures, page = _figures("growth"), (_ROOT / "docs/growth.md").read_text()
+    assert runpy.run_path(str(_ROOT / "benchmarks/growth.py"))["table"](figures) in page
+    for name in (name for name in figures if name.startswith("saved tensors")):
+        nbytes = [row["bytes"] for row in figures[name].values()]
+        assert max(nbytes) < 1.1 * min(nbytes), name
+
+
 def test_published_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(_ROOT / "benchmarks")
     published, figures = runpy.run_path(str(_ROOT / "benchmarks/published.py")), _figures("published")

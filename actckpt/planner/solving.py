@@ -8,13 +8,14 @@ import itertools
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from actckpt._text.sizes import parse_bytes
 from actckpt.action import Action
-from actckpt.planner.costs import BlockClass, CostTable, as_cost_table
+from actckpt.planner.costs import CostTable, as_cost_table
+from actckpt.planner.ladders import Way, ladder, slope
 from actckpt.planner.memory_parts import infeasible, smallest
-from actckpt.planner.pins import Allowed, Pins, checked_pins
+from actckpt.planner.pins import Pins, checked_pins
 from actckpt.planner.plans import Plan
 from actckpt.planner.problem import Choice, Problem, played
 from actckpt.planner.program import Program
@@ -104,15 +105,6 @@ def _with_window(problem: Problem, plan: Plan) -> Plan:
     return best
 
 
-class _Way(NamedTuple):
-    """Actions of an entry of the stack, the bytes that it holds with them, and the seconds that they add."""
-
-    held_bytes: float
-    seconds: float
-    actions: Mapping[str, Action]
-    rerun: bool
-
-
 def _greedy(problem: Problem) -> Plan | None:
     """Return a plan that holds the values whose bytes save most seconds; None if no plan like that fits.
 
@@ -120,8 +112,8 @@ def _greedy(problem: Problem) -> Plan | None:
     come first, and of equal ones those of the last entries. Bisection finds how many of them pay: each plan is
     simulated. Of the held values, it offloads as many as the links move during compute, or all.
     """
-    ladders = [_ladder(block, allowed) for block, allowed in zip(problem.costs.blocks, problem.allowed, strict=True)]
-    steps = [(-_slope(*pair), index) for index, ways in enumerate(ladders) for pair in itertools.pairwise(ways)]
+    ladders = _ladders(problem)
+    steps = [(-slope(*pair), index) for index, ways in enumerate(ladders) for pair in itertools.pairwise(ways)]
     order = [index for _, index in sorted(steps, reverse=True)]
 
     @functools.cache
@@ -129,7 +121,7 @@ def _greedy(problem: Problem) -> Plan | None:
         levels = [0] * len(ladders)
         for index in order[:num_steps]:
             levels[index] += 1
-        ways = [ladder[level] for ladder, level in zip(ladders, levels, strict=True)]
+        ways = [of_entry[level] for of_entry, level in zip(ladders, levels, strict=True)]
         return problem.plan(_offloading(problem, ways, offloads_all))
 
     best = None
@@ -144,44 +136,24 @@ def _greedy(problem: Problem) -> Plan | None:
     return best
 
 
+def _ladders(problem: Problem) -> list[list[Way]]:
+    """Return the ladder of each entry of the stack; entries of one class with the same pins share one."""
+    known: dict[Any, list[Way]] = {}
+    ladders = []
+    for name, block, allowed in zip(problem.costs.stack, problem.costs.blocks, problem.allowed, strict=True):
+        key = name, *allowed.values()
+        if key not in known:
+            known[key] = ladder(block, allowed)
+        ladders.append(known[key])
+    return ladders
+
+
 def _fastest(plans: Iterable[Plan | None]) -> Plan | None:
     """Return the fastest of the plans that there are, the first of equal ones."""
     return min(filter(None, plans), key=lambda plan: plan.overhead_seconds, default=None)
 
 
-def _ladder(block: BlockClass, allowed: Allowed) -> list[_Way]:
-    """Return ways of an entry, fewest bytes first, each of which saves more seconds per byte than the next one."""
-
-    def way(actions: Mapping[str, Action], rerun: bool) -> _Way:
-        held_bytes = sum(value.nbytes for value in block.values if actions[value.name] is not Action.RECOMPUTE)
-        return _Way(held_bytes, block.added_seconds(actions, rerun=rerun), actions, rerun)
-
-    ways = []
-    for rerun in (False, True)[: 1 + block.rerun]:
-        actions = {name: Action.RECOMPUTE if Action.RECOMPUTE in may else may[0] for name, may in allowed.items()}
-        while (lost := block.lost(actions, rerun=rerun)) and len(allowed[lost]) > 1:
-            actions[lost] = allowed[lost][0]
-        if lost:
-            continue
-        ways.append(way(actions, rerun))
-        while more := [name for name, may in allowed.items() if ways[-1].actions[name] is not may[0]]:
-            options = [way({**ways[-1].actions, name: allowed[name][0]}, rerun) for name in more]
-            ways.append(min(options, key=functools.partial(_slope, ways[-1])))
-    ladder: list[_Way] = []
-    for new in sorted(ways, key=lambda way: (way.held_bytes, way.seconds)):
-        if not ladder or new.seconds < ladder[-1].seconds:
-            while len(ladder) > 1 and _slope(*ladder[-2:]) >= _slope(ladder[-1], new):
-                ladder.pop()
-            ladder.append(new)
-    return ladder
-
-
-def _slope(below: _Way, above: _Way) -> float:
-    """Return the seconds that each byte adds from one way to another."""
-    return (above.seconds - below.seconds) / ((above.held_bytes - below.held_bytes) or 1.0)
-
-
-def _offloading(problem: Problem, ways: Sequence[_Way], offloads_all: bool) -> Choice:
+def _offloading(problem: Problem, ways: Sequence[Way], offloads_all: bool) -> Choice:
     """Return a choice that offloads all that may go, or what links move beside compute, large values first."""
     costs, room_bytes, actions = problem.costs, 0.0, []
     for block, allowed, way in zip(costs.blocks, problem.allowed, ways, strict=True):

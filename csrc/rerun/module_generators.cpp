@@ -38,8 +38,8 @@ void add_place(py::object* displaced, const py::tuple& place) {
 }  // namespace
 
 void ModuleGenerators::note(const py::object& attributes) {
-  noted_.push_back(
-      {attributes, py::reinterpret_borrow<py::object>(mode_of(attributes)), PyDict_GET_SIZE(attributes.ptr())});
+  noted_.push_back({attributes, py::reinterpret_borrow<py::object>(mode_of(attributes)),
+                    PyDict_GET_SIZE(attributes.ptr()), places_.size()});
   PyObject *key, *value;
   Py_ssize_t position = 0;
   while (PyDict_Next(attributes.ptr(), &position, &key, &value) != 0) {
@@ -79,12 +79,15 @@ void ModuleGenerators::add_those_in(PyObject* container) {
   }
 }
 
-const ModuleGenerators::Place* ModuleGenerators::find(const py::object& attributes, PyObject* key) const {
-  for (const Place& place : places_) {
-    if (!place.attributes.is(attributes)) continue;
-    const int is_same = PyObject_RichCompareBool(place.key.ptr(), key, Py_EQ);
+std::size_t ModuleGenerators::end_of_places(const Noted& known) const {
+  return &known == &noted_.back() ? places_.size() : (&known + 1)->first_place;
+}
+
+const ModuleGenerators::Place* ModuleGenerators::find(const Noted& known, PyObject* key) const {
+  for (std::size_t i = known.first_place; i < end_of_places(known); ++i) {
+    const int is_same = PyObject_RichCompareBool(places_[i].key.ptr(), key, Py_EQ);
     if (is_same < 0) throw py::error_already_set();
-    if (is_same != 0) return &place;
+    if (is_same != 0) return &places_[i];
   }
   return nullptr;
 }
@@ -100,36 +103,32 @@ const ModuleGenerators::Noted* ModuleGenerators::noted(const py::object& attribu
   return nullptr;
 }
 
-void ModuleGenerators::add_mode(const py::object& attributes, py::object* displaced) const {
-  const Noted* known = noted(attributes);
-  if (known == nullptr || !known->mode) return;
-  PyObject* found = mode_of(attributes);
-  if (found == nullptr || found == known->mode.ptr()) return;
+void ModuleGenerators::add_mode(const Noted& known, py::object* displaced) const {
+  if (!known.mode) return;
+  PyObject* found = mode_of(known.attributes);
+  if (found == nullptr || found == known.mode.ptr()) return;
   const auto key = py::reinterpret_borrow<py::object>(names().training);
-  add_place(displaced, py::make_tuple(attributes, key, known->mode));
-}
-
-// Whether an attribute was added after a module was recorded: new ones are appended.
-bool ModuleGenerators::is_new(const py::object& attributes, Py_ssize_t number) const {
-  const Noted* known = noted(attributes);
-  return known != nullptr && number >= known->size;
+  add_place(displaced, py::make_tuple(known.attributes, key, known.mode));
 }
 
 void ModuleGenerators::add_displaced(const py::object& attributes, py::object* displaced) const {
-  add_mode(attributes, displaced);
+  const Noted* known = noted(attributes);
+  if (known == nullptr) return;
+  add_mode(*known, displaced);
   PyObject *key, *value;
   Py_ssize_t position = 0;
   for (Py_ssize_t number = 0; PyDict_Next(attributes.ptr(), &position, &key, &value) != 0; ++number) {
     if (is_of_every_module(key) || !is_generator(value)) continue;
-    const Place* place = find(attributes, key);
-    if (place == nullptr && is_new(attributes, number)) {
+    const Place* place = find(*known, key);
+    if (place == nullptr && number >= known->size) {  // added after the module was recorded: new ones are appended
       add_place(displaced, py::make_tuple(attributes, py::handle(key)));
     } else if (place != nullptr && place->value.ptr() != value) {
       add_place(displaced, py::make_tuple(attributes, place->key, place->value));
     }
   }
-  for (const Place& place : places_) {
-    if (!place.attributes.is(attributes) || place.value.is_none()) continue;
+  for (std::size_t i = known->first_place; i < end_of_places(*known); ++i) {
+    const Place& place = places_[i];
+    if (place.value.is_none()) continue;
     PyObject* found = PyDict_GetItemWithError(attributes.ptr(), place.key.ptr());
     if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     const bool is_gone = found == nullptr || found == Py_None;

@@ -43,18 +43,20 @@ class ModuleGenerators {
   struct Place {
     py::object attributes, key, value;
   };
-  // The attributes of a recorded module, its mode (null: none), and the number of attributes then.
+  // The attributes of a recorded module, its mode (null: none), and the number of attributes then. Its places start at
+  // `first_place` and end where those of the next module start.
   struct Noted {
     py::object attributes, mode;
     Py_ssize_t size;
+    std::size_t first_place;
   };
 
   void add(PyObject* generator);
   void add_those_in(PyObject* container);
-  void add_mode(const py::object& attributes, py::object* displaced) const;
+  void add_mode(const Noted& known, py::object* displaced) const;
   const Noted* noted(const py::object& attributes) const;  // null: not recorded
-  bool is_new(const py::object& attributes, Py_ssize_t number) const;
-  const Place* find(const py::object& attributes, PyObject* key) const;
+  std::size_t end_of_places(const Noted& known) const;
+  const Place* find(const Noted& known, PyObject* key) const;
 
   py::object all_;
   std::vector<Place> places_;
