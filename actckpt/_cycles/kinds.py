@@ -18,7 +18,7 @@ from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
 from actckpt._cycles.excesses import Excesses
 from actckpt._cycles.forward_settings import settings_per_forward
-from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
+from actckpt._cycles.inner_sizes import is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving, smallest_budget
 from actckpt._cycles.timeline import Call, Cycle
@@ -93,7 +93,6 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = self._num_less = 0
-        self._sizes = LargestCalls()
         self._excesses = Excesses(type(model).__name__, config.text, infeasible)
         #: Successive cycles that were to be measured but had no block with gradients.
         self._num_empty = 0
@@ -203,19 +202,6 @@ class Kind:
         sizes = {} if self._model is None else most_given(self._model.calls)
         return {name: nbytes for (forward, name), nbytes in sizes.items() if forward == number}
 
-    def grew(self, call: Call) -> bool:
-        """A block got more bytes than that; return whether one of the next cycles is measured."""
-        return self._sizes.grew(call, is_measuring=self.stage == "measure") and self.measure_again()
-
-    def is_smaller(self, call: Call) -> bool:
-        """Return whether a block gets less than in the largest cycle: then a later cycle is measured."""
-        if not self._sizes.is_smaller(call, () if self._model is None else self._model.calls):
-            return False
-        self.is_measured_now = False
-        if self._sizes.is_given_up():
-            self.stage = self._stage_before
-        return True
-
     # Stages
 
     def _measured(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
@@ -240,7 +226,6 @@ class Kind:
             return
         self._model, self._attempts, self._trials, self.plan = model, Attempts(), None, None
         self.stage, self._is_solved, self._num_cycles, self._static_bytes = "fit", False, 0, cycle.static_bytes
-        self._sizes.measured()
         self._forward_keys = self._measured_keys
 
     def _is_alike(self, cycle: Cycle) -> bool:

@@ -49,7 +49,7 @@ from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
-from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.timeline import Cycle
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -61,9 +61,9 @@ _MOST_FORWARDS = 16
 _MOST_UNREAD = 16
 
 
-def _ran_larger(training: BudgetLoop | None, name: str, sizes: tuple[float, ...]) -> None:
+def _ran_larger(training: BudgetLoop | None, *_: object) -> None:
     if training is not None:  # else the block was copied without its model
-        training.ran_larger(name, sizes)
+        training.ran_larger()
 
 
 class BudgetLoop:
@@ -174,14 +174,12 @@ class BudgetLoop:
             return True
         return self._kind is not None and self._kind.measure_again()
 
-    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
+    def ran_larger(self) -> None:
         """A block got more bytes than when it was measured: the rest of the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
-            if self._is_smaller:
-                self._measure_again()
-            elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
+            if not self._measure_again():
                 self._warn(texts.GROWS)
 
     def explain(self, error: RuntimeError) -> None:

@@ -104,10 +104,7 @@ class MeteredCalls:
         self, cycle: Cycle, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int:
         number = len(cycle.calls)
-        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
-        cycle.calls.append(call)
-        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
-            cycle.is_void = True
+        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs))))
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
             _ = source.grad_fn  # for a view that was written to, torch recreates it when it is read, not for a hook
