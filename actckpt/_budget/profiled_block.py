@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from actckpt._budget.block_bytes import BlockPeaks
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass
+from actckpt.planner.costs import BlockClass
 
 __all__ = ["OTHER", "Cast", "ProfiledBlock"]
 
@@ -42,9 +42,6 @@ class ProfiledBlock:
     input_bytes: int
     #: The storages of values that it returned, by name in the cost table.
     returned: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
-    #: Storages held elsewhere when the forward had ended, which count with the input, and the names of those that are
-    #: values.
-    held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
     #: Casts of its parameters in autocast's cache: they do not count as values.
     casts: tuple[Cast, ...] = ()
     #: The storages of values by name in the cost table; and the storages of its arguments, with their bytes.
@@ -68,19 +65,6 @@ class ProfiledBlock:
             for value in block.costs.values
         ]
         return dataclasses.replace(block, costs=dataclasses.replace(block.costs, values=tuple(values)), casts=casts)
-
-    def without_replaced(self) -> ProfiledBlock:
-        """Return the block without storages that were held when its forward had ended and are gone: replaced states.
-
-        This is called when the forward of the model has ended; after that nothing else goes.
-        """
-        gone = [(nbytes, name) for storage, nbytes, name in self.held if storage() is None]
-        if not gone:
-            return dataclasses.replace(self, held=())
-        more = {name: nbytes for nbytes, name in gone if name is not None}
-        more[BLOCK_INPUT] = -sum(nbytes for nbytes, _ in gone)
-        block = self._with_values({value.name: value.nbytes + more.get(value.name, 0) for value in self.costs.values})
-        return dataclasses.replace(block, held=())
 
     def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
         values = tuple(

@@ -208,7 +208,6 @@ def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, st
         input=structure.input,
         input_bytes=structure.input_bytes,
         returned={places[value]: storage for value, storage in structure.returned(result).items()},
-        held=tuple((storage, nbytes, value and places[value]) for storage, nbytes, value in structure.held()),
         casts=tuple(Cast(storage, nbytes, _without(value, name)) for storage, nbytes, value in structure.casts()),
         made={places[value]: storage for value, storage in structure.storages().items() if value in places},
         arguments=_with_bytes(call.arguments),

@@ -152,15 +152,7 @@ class BlockStructure:
 
     def bytes_held(self) -> int:
         """Return the bytes that are alive whether they are kept or not."""
-        return sum(nbytes for _, nbytes, _ in self.held())
-
-    def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
-        """Return storages that are alive under every plan, with their bytes, and names of those that backward needs."""
-        return [
-            (made.storage, made.nbytes, self._name(made) if self._info(made) is not None else None)
-            for made in self._made
-            if made.is_held
-        ]
+        return sum(made.nbytes for made in self._made if made.is_held)
 
     def casts(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str]]:
         """Return the parameter casts in autocast's cache: storages, their bytes and names."""
