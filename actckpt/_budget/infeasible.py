@@ -67,20 +67,11 @@ def infeasible_error(
 
 
 class Infeasible:
-    """The warnings about one model's budget."""
+    """What one model's budget does if no plan fits: an error, unless steps of a plan have run, or warnings."""
 
     def __init__(self, on_infeasible: OnInfeasible) -> None:
-        self._raises = on_infeasible == "raise"
+        self.raises = on_infeasible == "raise"
         self._warned_bytes = self._warned_peak_bytes = 0.0
-
-    def raises(self, *, is_late: bool, has_alternative: bool) -> bool:
-        """Return whether to raise an error.
-
-        Args:
-            is_late: steps of the plan have run already.
-            has_alternative: the caller catches the error and makes another plan.
-        """
-        return not is_late and (self._raises or has_alternative)
 
     def warn(self, error: PlanInfeasibleError, *, is_late: bool) -> None:
         """Warn at the model's call, unless an earlier warning named a budget at least as large."""

@@ -14,9 +14,9 @@ from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE
+from actckpt._core import devices
 from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
-from actckpt._cycles.excesses import Excesses
 from actckpt._cycles.forward_settings import settings_per_forward
 from actckpt._cycles.inner_sizes import is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
@@ -42,6 +42,9 @@ _FIRST_EMPTY, _MOST_MEASURED = 16, 16
 #: Maximum number of metered cycles before the plan is kept although none resembled the measured one, which means: at
 #: least this share of its input bytes.
 _MOST_METERED, _ALIKE = 16, 0.99
+#: Maximum number of corrections after settled cycles that exceeded the budget; a plan known to exceed it may need this
+#: share more.
+_MOST_EXCESSES, _TOLERANCE = 16, 0.01
 #: On a device, one in this many settled cycles resets the peak.
 _CYCLES_PER_PEAK = 64
 
@@ -93,7 +96,7 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = self._num_less = 0
-        self._excesses = Excesses(type(model).__name__, config.text, infeasible)
+        self._num_excesses = 0
         #: Successive cycles that were to be measured but had no block with gradients.
         self._num_empty = 0
         #: Measured orders of forwards and backwards.
@@ -178,7 +181,7 @@ class Kind:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran calls that the plan does not cover
-        elif self.stage == "settled" and self._excesses.correct(cycle.risen_bytes, self.plan, bool(self.refused)):
+        elif self.stage == "settled" and self._exceeds(cycle.risen_bytes):
             self.stage, self._attempts = "fit", Attempts()
         elif self._trials is not None:
             self._tried(cycle)
@@ -264,7 +267,7 @@ class Kind:
             self._infeasible_error = user_error
             return self._planned(costs, least)
         self.refused, self.plan = str(user_error), None
-        if self._infeasible.raises(is_late=is_late, has_alternative=False):
+        if self._infeasible.raises and not is_late:
             raise user_error
         self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
@@ -303,10 +306,25 @@ class Kind:
         if fits:
             self._begin_trials()
         elif self._infeasible_error is None:
-            self._excesses.stay(peak_bytes, cycle.device)
+            if devices.counting(cycle.device) is None:  # no later cycle shows it
+                self._warn_of_excess(peak_bytes)
         else:
             self.refused = str(self._infeasible_error)
             self._infeasible.warn(self._infeasible_error, is_late=True)
+
+    def _exceeds(self, risen_bytes: float) -> bool:
+        """Return whether to correct the plan after a settled cycle with this peak. Warns once if that did not help."""
+        assert self.plan is not None
+        known_bytes = (1 + _TOLERANCE) * self.plan.peak_bytes if self.refused else self.plan.budget_bytes
+        if risen_bytes <= known_bytes:
+            return False
+        self._num_excesses += 1
+        if self._num_excesses == _MOST_EXCESSES + 1:
+            self._warn_of_excess(risen_bytes)
+        return self._num_excesses <= _MOST_EXCESSES
+
+    def _warn_of_excess(self, peak_bytes: float) -> None:
+        self._infeasible.warn_of_excess(type(self._module).__name__, self._config.text, peak_bytes)
 
     def _stop_offloading(self) -> bool:
         """Stop offloading: something else may hold what it should have freed. Return whether a plan offloaded."""
