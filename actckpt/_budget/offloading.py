@@ -105,13 +105,7 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
 
 def with_drained(costs: CostTable) -> CostTable:
     """Return a cost table for plans that offload: with the bytes that are copied out while blocks run forward."""
-    if costs.segments is not None:
-        return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.segments))
-    classes = {
-        name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
-        for name, block in costs.classes.items()
-    }
-    return dataclasses.replace(costs, classes=classes)
+    return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.timeline))
 
 
 def _with_drained(segment: Segment, costs: CostTable) -> Segment:

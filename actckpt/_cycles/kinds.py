@@ -13,11 +13,10 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
-from actckpt._budget.running import RECOMPUTE
+from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core import devices
 from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
-from actckpt._cycles.forward_settings import settings_per_forward
 from actckpt._cycles.inner_sizes import is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving, smallest_budget
@@ -379,8 +378,10 @@ class Kind:
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so this slows down no trial
             forward.group.record_first_step(plan)
-        num_forwards, unknown = len(self._forward_keys), self._model.idle
-        self._settings = settings_per_forward(plan, self._model.calls, num_forwards, self._module, unknown=unknown)
+        forwards = [[] for _ in self._forward_keys]  # type: list[list[int]]
+        for at, call in enumerate(self._model.calls):
+            forwards[call.forward].append(at)
+        self._settings = [settings_of(plan, self._module, own, self._model.idle) for own in forwards]
 
     def _is_changed(self, static_bytes: float) -> bool:
         """Return whether the static bytes, or the budget, differ from those that the plan was made for."""
