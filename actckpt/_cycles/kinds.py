@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -53,9 +53,6 @@ Stage = Literal["measure", "fit", "try", "settled"]
 class Kind:
     """Cycles that share a plan.
 
-    Args:
-        others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
-
     Attributes:
         stage: the purpose of the next cycle.
         plan: the plan to keep; None: not made yet.
@@ -80,9 +77,7 @@ class Kind:
         forwards: Mapping[str, CheckpointedForward],
         config: BudgetConfig,
         infeasible: Infeasible,
-        others: Callable[[], Iterable[Kind]],
     ) -> None:
-        self._others = others
         self._module, self._forwards, self._config = model, forwards, config
         self._solving = Solving(model, config)
         self._infeasible = infeasible
@@ -259,7 +254,6 @@ class Kind:
         if least is None:
             raise error
         smallest = smallest_budget(costs, least, self._static_bytes)
-        smallest = max(smallest, *(kind.least_bytes() for kind in self._others() if kind is not self), 0.0)
         facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
         user_error = self._solving.user_error(self._model, error, *facts)
         if self._attempts:  # the observed memory of the smallest plan decides
@@ -270,10 +264,6 @@ class Kind:
             raise user_error
         self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
-
-    def least_bytes(self) -> float:
-        """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
-        return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None

@@ -98,15 +98,6 @@ class Solving:
             cause=cause,
         )
 
-    def least_bytes(self, model: CycleModel, static_bytes: float) -> float:
-        """Return the smallest feasible budget if it exceeds the user's budget, else 0."""
-        costs = self.costs(model, static_bytes)
-        try:
-            solved(costs, self.budget_bytes(model, costs), self._config.pins)
-        except PlanInfeasibleError as error:
-            return 0.0 if error.smallest_bytes is None else smallest_budget(costs, error.smallest_bytes, static_bytes)
-        return 0.0
-
 
 def smallest_budget(costs: CostTable, least_bytes: float, static_bytes: float) -> float:
     """Return the smallest budget to suggest to a user: what the smallest plan needs, plus a reserve."""
