@@ -298,7 +298,6 @@ class BudgetLoop:
         if cycle is None or cycle is not self._cycle:
             return
         cycle.forward_ends()
-        self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
         tensors = list(tensors_in(result))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections import Counter
 from typing import Literal, NamedTuple
 
@@ -55,6 +56,8 @@ class Event(NamedTuple):
     retains_graph: bool = False
     #: Its time on a device; None on a CPU, where the meter slows down operators.
     moment: devices.Moment | None = None
+    #: Whether autocast's cache holds the casts of parameters that blocks made so far.
+    holds_casts: bool = False
 
 
 class Call(NamedTuple):
@@ -115,8 +118,8 @@ class Cycle:
         #: backward, whether that retains the graph); backward number 0 stands for the start of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
-        #: By event number: whether autocast's cache holds the casts of the blocks so far.
-        self.holds_casts: dict[int, bool] = {}
+        #: Casts of parameters that blocks made, and that autocast's cache held then.
+        self.casts: list[weakref.ref[torch.UntypedStorage]] = []
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: The cycle is not usable: a forward failed, another thread took part, or other calls ran than planned.
@@ -132,7 +135,8 @@ class Cycle:
             return
         self._running = call if kind == "backward begins" else -1
         moment = devices.moment(self.device) if self._is_timed else None
-        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
+        holds_casts = bool(self.casts) and all(storage() is not None for storage in self.casts)
+        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment, holds_casts))
 
     def casts_released(self) -> None:
         """Autocast has released casts of parameters. An event only between the forward and its backward."""
@@ -187,7 +191,7 @@ class Cycle:
         """Return the segments in time order, with the live block calls of each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        segments, holds_casts = list[Segment](), False
+        segments = list[Segment]()
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -197,10 +201,9 @@ class Cycle:
             )
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
-            holds_casts = self.holds_casts.get(at, holds_casts and is_forward)
             is_timed = event.moment is not None and after.moment is not None
             seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
-            figures = event.live_bytes, after.peak_bytes, alive, holds_casts, seconds
+            figures = event.live_bytes, after.peak_bytes, alive, event.holds_casts, seconds
             segments.append(Segment(key, call, is_forward, *figures))
         return segments
 
