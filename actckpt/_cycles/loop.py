@@ -280,7 +280,7 @@ class BudgetLoop:
         """Compare the bytes passed to blocks in a planned forward with the measured ones."""
         if self._kind is None or self._is_measuring():
             return
-        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger)
         for forward in self._forwards.values():
             forward.planned_size = self._size
 
