@@ -20,6 +20,7 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment
 from actckpt.planner.plans import BlockWindows, Plan
 from actckpt.planner.simulation import simulate
+from actckpt.planner.solving import solve
 
 __all__ = ["offloaded_bytes", "solved", "with_drained", "with_windows"]
 
@@ -39,8 +40,6 @@ def solved(costs: CostTable, budget: float, pins: Pins | None) -> Plan:
         PlanInfeasibleError: neither fits. Its `smallest_bytes` is the smaller one of both.
         ValueError: as `solve` does.
     """
-    from actckpt.planner.solving import solve  # takes half a second to import
-
     costs = _with_pinned_stay(costs, pins)
     plans: list[Plan] = []
     error: PlanInfeasibleError | None = None

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from actckpt._budget.class_names import with_block_names
+from actckpt._budget.simple import plain_plan
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.timeline import Cycle, Segment, SegmentKey
 from actckpt.planner import costs as planner_costs
 from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import needs
 
 __all__ = ["KEPT", "CycleModel", "Mode"]
 
@@ -82,9 +84,6 @@ class CycleModel:
 
     def plain_bytes(self, costs: CostTable) -> float:
         """Return the peak if everything is kept."""
-        from actckpt._budget.simple import plain_plan  # imports the solver, which takes half a second
-        from actckpt.planner.simulation import needs
-
         return float(max(needs(costs, plain_plan(costs))))
 
     def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:

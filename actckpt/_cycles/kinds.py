@@ -25,6 +25,7 @@ from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import needs
 
 __all__ = ["BudgetConfig", "Kind"]
 
@@ -325,8 +326,6 @@ class Kind:
 
     def _solve_again(self, cycle: Cycle) -> bool:
         """Correct the model by a cycle; return whether that leads to another plan."""
-        from actckpt.planner.simulation import needs
-
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
         self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
