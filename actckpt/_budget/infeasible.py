@@ -10,12 +10,10 @@ from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt._text.suggestions import did_you_mean
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_reserve"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible"]
 
 OnInfeasible = Literal["warn", "raise"]
 
-#: Reserve that errors add to the smallest budget, since cycles differ: a share without static memory, and bytes.
-_RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: Warn again if a step needs this many times what the last warning said.
 _WARN_AGAIN = 1.05
 _PER = "model, and again for a larger smallest budget"
@@ -45,25 +43,6 @@ def check_on_infeasible(value: object, what: str) -> None:
     if value not in get_args(OnInfeasible):
         near = did_you_mean([str(value)], get_args(OnInfeasible), show=repr)
         raise ValueError(f"{what}: on_infeasible={value!r}. Pass 'warn' or 'raise'.{near}")
-
-
-def with_reserve(nbytes: float, static_bytes: float) -> float:
-    """Return a smallest budget plus a reserve for differences between cycles; `static_bytes` of it never vary."""
-    return nbytes + _RESERVE * (nbytes - static_bytes) + _RESERVE_BYTES
-
-
-def infeasible_error(
-    error: PlanInfeasibleError, *, budget: str, budget_bytes: float, smallest_bytes: int, cause: str
-) -> PlanInfeasibleError:
-    """Return an error that quotes the budget as written; `cause` is a sentence without its period, or empty."""
-    holds = f"{error.holds}. {cause}" if cause else error.holds
-    return PlanInfeasibleError(
-        f"No plan fits into {format_bytes(budget_bytes)} ({budget}): the smallest budget is "
-        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or make "
-        "the batch smaller.",
-        smallest_bytes,
-        holds,
-    )
 
 
 class Infeasible:

@@ -19,7 +19,7 @@ from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
 from actckpt._cycles.inner_sizes import is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
-from actckpt._cycles.solving import Solving, smallest_budget
+from actckpt._cycles.solving import Solving
 from actckpt._cycles.timeline import Call, Cycle
 from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
@@ -254,9 +254,9 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
-        smallest = smallest_budget(costs, least, self._static_bytes)
-        facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
-        user_error = self._solving.user_error(self._model, error, *facts)
+        user_error = self._solving.user_error(
+            self._model, costs, error, self._budget_bytes, self._static_bytes, self._forwards
+        )
         if self._attempts:  # the observed memory of the smallest plan decides
             self._infeasible_error = user_error
             return self._planned(costs, least)
