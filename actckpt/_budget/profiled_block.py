@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,24 +49,17 @@ class ProfiledBlock:
     #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
-    def with_casts(self, casts: tuple[Cast, ...], *, counts_others_twice: bool) -> ProfiledBlock:
-        """Return the block with only these casts in the cache; the others are values that were in it in forward.
+    def without_released_casts(self, *, are_cached: bool) -> ProfiledBlock:
+        """Return the block whose casts that the cache does not hold any more are values again.
 
         Args:
-            counts_others_twice: they are ordinary values.
+            are_cached: they were in the cache in forward, else ordinary values.
         """
-        lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
-        if not lost:
-            return self
-        block = self._with_values(lost)
-        values = [
-            dataclasses.replace(value, cached=value.name in lost and not counts_others_twice)
-            for value in block.costs.values
-        ]
-        return dataclasses.replace(block, costs=dataclasses.replace(block.costs, values=tuple(values)), casts=casts)
-
-    def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
+        released = {cast.name: cast.nbytes for cast in self.casts if cast.storage() is None}
         values = tuple(
-            dataclasses.replace(value, nbytes=sizes.get(value.name, value.nbytes)) for value in self.costs.values
+            dataclasses.replace(value, nbytes=released[value.name], cached=are_cached)
+            if value.name in released
+            else value
+            for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

@@ -57,8 +57,7 @@ def settled(
 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: bool) -> SettledBlock:
-    alive_casts = tuple(cast for cast in block.casts if cast.storage() is not None)
-    block = block.with_casts(alive_casts, counts_others_twice=counts_casts_twice)
+    block = block.without_released_casts(are_cached=not counts_casts_twice)
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
