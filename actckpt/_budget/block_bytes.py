@@ -62,7 +62,6 @@ class _Casts(ObservingMode):
         return result
 
     def alive_bytes(self) -> int:
-        """Return the bytes of live casts."""
         return sum(storage.nbytes() for reference in self._storages if (storage := reference()) is not None)
 
 

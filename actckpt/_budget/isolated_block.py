@@ -141,7 +141,6 @@ class _Lent:
         self.leaves: list[Tensor] = []
 
     def replace_in(self, module: torch.nn.Module) -> None:
-        """Replace the tensors of one module."""
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = self._for(parameter)
@@ -153,7 +152,6 @@ class _Lent:
                 vars(module)[name] = self._for(value)
 
     def lend(self, tensor: Tensor) -> Any:
-        """Return the replacement for an argument tensor of the block."""
         return self._for(tensor)
 
     def _for(self, tensor: Tensor, *, copied: bool = False) -> Any:
@@ -184,7 +182,6 @@ class _Lent:
 
 
 def _with_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a value with each tensor replaced."""
     if isinstance(value, Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -142,7 +142,6 @@ class Candidate:
             unpatch({name: block for name, block in applied_blocks(self._model).items() if block in self.forwards})
 
     def run(self) -> None:
-        """Run one step."""
         self._state.put_back()
         with self._applied():
             self._step()
@@ -160,7 +159,6 @@ class Candidate:
         self.held_bytes, self.peak_bytes = max(held), live.peak_bytes
 
     def time(self) -> None:
-        """Time one step."""
         self._state.put_back()
         with self._applied():
             devices.synchronize(self._device)

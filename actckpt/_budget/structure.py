@@ -135,11 +135,9 @@ class BlockStructure:
         return {self._name(made): made.storage for made in needed if id(made.storage()) in storages}
 
     def storages(self) -> dict[str, weakref.ref[torch.UntypedStorage]]:
-        """Return the storages of values, by name."""
         return {self._name(made): made.storage for made in self._made}
 
     def note_made(self, made: _Made) -> None:
-        """Record a storage that an operator made."""
         self._made.append(made)
 
     def note_cast(self) -> None:

@@ -11,8 +11,6 @@ __all__ = ["Attempt", "Attempts"]
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """A plan that ran under a meter."""
-
     plan: Plan
     peak_bytes: float
 
@@ -32,7 +30,6 @@ class Attempts:
         return bool(self._all)
 
     def add(self, plan: Plan, peak_bytes: float) -> None:
-        """Add a plan that ran."""
         self._all.append(Attempt(plan, peak_bytes))
         self.num_rounds += 1
 
@@ -41,7 +38,6 @@ class Attempts:
         self.num_rounds = 0
 
     def has(self, plan: Plan) -> bool:
-        """Whether a plan with the same actions ran."""
         return any((attempt.plan.actions, attempt.plan.rerun) == (plan.actions, plan.rerun) for attempt in self._all)
 
     def best(self, budget_bytes: float) -> Attempt:

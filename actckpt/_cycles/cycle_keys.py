@@ -23,7 +23,6 @@ class CycleKeys:
         self._parameters: list[weakref.ref[torch.nn.Parameter]] | None = None
 
     def has_gradients(self) -> bool:
-        """Return whether parameters have gradients."""
         parameters = [parameter for ref in self._own() if (parameter := ref()) is not None]
         return any(gradient_of(parameter) is not None for parameter in parameters)
 

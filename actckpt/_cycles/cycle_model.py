@@ -75,7 +75,6 @@ class CycleModel:
         return len({row.order for row in self._rows})
 
     def costs(self, static_bytes: float) -> CostTable:
-        """Return the cost table for the planner."""
         names: dict[BlockClass, str] = {}
         stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
         segments = tuple(self._segment(row, static_bytes) for row in self._rows)
@@ -137,7 +136,6 @@ class CycleModel:
             self._corrections[key] = self._corrections.get(key, 0.0) + error
 
     def modes(self, plan: Plan) -> tuple[Mode, ...]:
-        """Return how each block call runs under a plan."""
         return tuple(self._mode(plan, call) for call in range(len(self.calls)))
 
     def drop_negative_corrections(self) -> bool:
@@ -156,7 +154,6 @@ class CycleModel:
         return dict(self._corrections)
 
     def restore(self, corrections: Mapping[_Correction, float]) -> None:
-        """Restore corrections."""
         self._corrections = dict(corrections)
 
     @property

@@ -24,7 +24,6 @@ def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]
 
 
 def total_given(calls: Iterable[Call]) -> float:
-    """Return the total bytes passed to all calls."""
     return sum(sum(call.given) for call in calls)
 
 

@@ -105,7 +105,6 @@ class Kind:
 
     @property
     def num_trials_left(self) -> int:
-        """The maximum number of trials left."""
         return 0 if self._trials is None else self._trials.num_cycles_left
 
     @property
@@ -169,7 +168,6 @@ class Kind:
         return self._settings[number] if is_known else None
 
     def end(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
-        """A cycle has ended."""
         if self.is_measured_now:
             self._measured(cycle, blocks)
         elif cycle.is_void or self._model is None or not cycle.num_backwards:
@@ -348,7 +346,6 @@ class Kind:
             self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:
-        """A trial has ended."""
         assert self._trials is not None
         if cycle.meter is not None:
             self._trials.note_peak(cycle.peak_bytes)

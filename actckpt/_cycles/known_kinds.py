@@ -81,7 +81,6 @@ class KnownKinds:
         self._separate.clear()
 
     def find(self, key: CycleKey) -> Found:
-        """Return the kind as which a cycle runs."""
         if (known := self._kinds.get(key)) is not None:
             return Found(known)
         is_full = len(self._kinds) >= _MOST_PLANS

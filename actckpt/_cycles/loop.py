@@ -132,7 +132,6 @@ class BudgetLoop:
 
     @property
     def running_plan(self) -> Plan | None:
-        """The plan of the running cycle."""
         return None if self._kind is None else self._kind.running_plan
 
     @property
@@ -147,17 +146,14 @@ class BudgetLoop:
 
     @property
     def model_name(self) -> str:
-        """The model's type, for messages."""
         return type(self._model).__name__
 
     @property
     def is_measured(self) -> bool:
-        """Whether a cycle of the last kind was measured."""
         return self._kind is not None and self._kind.stage != "measure"
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last kind of cycle has its final plan."""
         return self._kind is not None and self._kind.stage == "settled"
 
     def ran_unplanned(self, name: str) -> bool:
@@ -187,7 +183,6 @@ class BudgetLoop:
         explain(error, self._model, self._config.optimizers)
 
     def close(self) -> None:
-        """Stop watching the model."""
         for hook in self._hooks:
             hook.remove()
         self._give_up_cycle()

@@ -91,6 +91,5 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: 
 
 
 def _reading(value: Value, name: str) -> Value:
-    """Return a value that is computed from another input of the block."""
     inputs = tuple(name if source == BLOCK_INPUT else source for source in value.inputs)
     return dataclasses.replace(value, inputs=inputs)

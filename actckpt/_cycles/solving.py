@@ -55,7 +55,6 @@ class Solving:
         return True
 
     def budget_bytes(self, model: CycleModel, costs: CostTable) -> float:
-        """Return the user's budget in bytes."""
         return self._config.budget_bytes(self._module, functools.partial(model.plain_bytes, costs))
 
     def plan(self, model: CycleModel, costs: CostTable, budget_bytes: float, limit_bytes: float) -> Plan:
@@ -77,7 +76,6 @@ class Solving:
         return self.placed(model, dataclasses.replace(plan, budget_bytes=budget_bytes))
 
     def placed(self, model: CycleModel, plan: Plan) -> Plan:
-        """Return the plan with the places of its values in the model."""
         names = tuple(call.block for call in model.calls)
         return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
 

@@ -70,7 +70,6 @@ class Call(NamedTuple):
     given: tuple[float, ...] = ()
 
     def is_same(self, other: Call) -> bool:
-        """Return whether another call is of the same block in the same forward."""
         return (self.block, self.forward) == (other.block, other.forward)
 
 
@@ -128,7 +127,6 @@ class Cycle:
         self._running = -1
 
     def note(self, kind: EventKind, call: int = -1, *, retains_graph: bool = False) -> None:
-        """Record an event."""
         if self.meter is None or not self.meter.is_counting:
             return
         if kind == "backward ends" and self._running != call:  # the next block's backward starts at the same time
@@ -144,7 +142,6 @@ class Cycle:
             self.note("casts released")
 
     def forward_ends(self) -> None:
-        """A forward of the model has ended."""
         self.note("forward")
         if self.watch is not None:
             self.watch.see()
@@ -166,7 +163,6 @@ class Cycle:
             self.order.append(reached)
 
     def end(self) -> None:
-        """End the cycle."""
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
