@@ -17,10 +17,9 @@ from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core import devices
 from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
-from actckpt._cycles.inner_sizes import is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving
-from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.timeline import Call, Cycle, is_larger, most_given, total_given
 from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable

@@ -42,10 +42,9 @@ from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
 from actckpt._cycles.added_blocks import AddedBlocks, Settled
 from actckpt._cycles.allocator_meter import free_older, watch_of
-from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
-from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
+from actckpt._cycles.known_kinds import CycleKey, CycleKeys, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls

@@ -9,9 +9,11 @@ backward. A segment lies between two events.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from actckpt._core import devices
 from actckpt._cycles.allocator_meter import RisenPeak
 from actckpt._cycles.meter import Meter
 
-__all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
+__all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey", "is_larger", "most_given", "total_given"]
 
 #: A block's forward starts or ends, its backward starts or ends, the model's forward or a backward ends, autocast has
 #: released its cache.
@@ -71,6 +73,30 @@ class Call(NamedTuple):
 
     def is_same(self, other: Call) -> bool:
         return (self.block, self.forward) == (other.block, other.forward)
+
+
+def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
+
+
+def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Return, per forward and block, the maximum bytes of each tensor passed to it."""
+    most: dict[tuple[int, str], tuple[float, ...]] = {}
+    for call in calls:
+        key = call.forward, call.block
+        most[key] = _most(most.get(key, ()), call.given)
+    return most
+
+
+def total_given(calls: Iterable[Call]) -> float:
+    return sum(sum(call.given) for call in calls)
+
+
+def is_larger(calls: Iterable[Call], before: Iterable[Call]) -> bool:
+    """Return whether a block gets more bytes in some calls than in earlier ones."""
+    known = most_given(before)
+    pairs = ((sizes, known.get(key, ())) for key, sizes in most_given(calls).items())
+    return any(now > then for sizes, past in pairs for now, then in zip(sizes, past, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
