@@ -15,7 +15,6 @@ from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core import devices
-from actckpt._cycles.attempts import Attempts
 from actckpt._cycles.cycle_model import KEPT, CycleModel
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving
@@ -82,7 +81,8 @@ class Kind:
         self._solving = Solving(model, config)
         self._infeasible = infeasible
         self._model: CycleModel | None = None
-        self._attempts = Attempts()
+        #: Plans that ran under a meter since the model was measured or corrected, with their peaks.
+        self._attempts: list[tuple[Plan, float]] = []
         self._trials: Trials | None = None
         self._settings: list[Mapping[str, Settings]] = []
         #: Shapes and flags of each forward, in the cycle that the plan was made for and in the measured one.
@@ -138,7 +138,7 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage, self._is_solved = Attempts(), None, "fit", False
+            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
             self._static_bytes, self._num_less = static_bytes, 0
         self._num_cycles += 1
         if self.stage == "fit" and not self._is_solved:
@@ -174,7 +174,7 @@ class Kind:
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran calls that the plan does not cover
         elif self.stage == "settled" and self._exceeds(cycle.risen_bytes):
-            self.stage, self._attempts = "fit", Attempts()
+            self.stage, self._attempts = "fit", []
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -219,7 +219,7 @@ class Kind:
         if self._model is not None and is_less and not is_larger(model.calls, before):
             self.stage = self._stage_before
             return
-        self._model, self._attempts, self._trials, self.plan = model, Attempts(), None, None
+        self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._is_solved, self._num_cycles, self._static_bytes = "fit", False, 0, cycle.static_bytes
         self._forward_keys = self._measured_keys
 
@@ -266,28 +266,32 @@ class Kind:
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
         if limit_bytes is None:
-            limit_bytes = max((1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes, 1.0)
+            limit_bytes = max((1 - _MARGIN * len(self._attempts)) * self._budget_bytes, 1.0)
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
         """A metered cycle under the plan has ended: correct the model and solve again, or keep the plan."""
         assert self._model is not None and self.plan is not None
-        self._attempts.add(self.plan, cycle.peak_bytes)
+        self._attempts.append((self.plan, cycle.peak_bytes))
         expected_bytes = max(self._budget_bytes, self.plan.peak_bytes)
         is_held = cycle.peak_bytes > (1 + _HELD) * expected_bytes and any(offloaded_bytes(self.plan))
         if is_held and self._stop_offloading():
             return
         is_over = cycle.peak_bytes > self._budget_bytes
         is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._budget_bytes and self.plan.overhead_seconds > 0.0
-        if (is_over or is_unused) and self._attempts.num_rounds <= _MOST_ROUNDS and self._solve_again(cycle):
+        if (is_over or is_unused) and len(self._attempts) <= _MOST_ROUNDS and self._solve_again(cycle):
             return
-        best = self._attempts.best(self._budget_bytes)
-        fits, peak_bytes = best.peak_bytes <= self._budget_bytes, best.peak_bytes
+        # The fastest one that fits, or the smallest if none does.
+        fitting = [attempt for attempt in self._attempts if attempt[1] <= self._budget_bytes]
+        best, peak_bytes = min(
+            fitting or self._attempts, key=lambda each: each[0].overhead_seconds if fitting else each[1]
+        )
+        fits = bool(fitting)
         if not fits and self._stop_offloading():
             return
         if self._model.num_orders > 1 or not self._is_alike(cycle):
-            peak_bytes = max(peak_bytes, best.plan.peak_bytes)
-        self.plan = dataclasses.replace(best.plan, peak_bytes=peak_bytes)
+            peak_bytes = max(peak_bytes, best.peak_bytes)
+        self.plan = dataclasses.replace(best, peak_bytes=peak_bytes)
         self._run(self.plan)
         self.stage = "settled"
         if fits:
@@ -317,8 +321,7 @@ class Kind:
         """Stop offloading: something else may hold what it should have freed. Return whether a plan offloaded."""
         if self._model is None or not self._solving.unlink(self._model):
             return False
-        self._attempts.start_again()
-        self._is_solved = False
+        self._attempts, self._is_solved = [], False
         return True
 
     def _solve_again(self, cycle: Cycle) -> bool:
@@ -335,7 +338,8 @@ class Kind:
             self._model.restore(before)
             self.plan, self._budget_bytes = plan, budget_bytes
             return False
-        return self.plan is not None and not self._attempts.has(self.plan)
+        known = [(other.actions, other.rerun) for other, _ in self._attempts]
+        return self.plan is not None and (self.plan.actions, self.plan.rerun) not in known
 
     def _begin_trials(self) -> None:
         assert self.plan is not None and self._model is not None
