@@ -30,7 +30,6 @@ class Cast(NamedTuple):
 class ProfiledBlock:
     """One call of a block."""
 
-    name: str
     costs: BlockClass
     #: The place of each value in the model, by its name in the cost table.
     places: dict[str, str]

@@ -201,7 +201,6 @@ def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, st
     name, structure = call.name, call.structure
     costs, peaks = profile
     return ProfiledBlock(
-        name,
         costs,
         {short: place for place, short in places.items() if short != BLOCK_INPUT},
         peaks,

@@ -25,7 +25,6 @@ class SettledBlock:
         droppable_input_bytes: bytes of its input, if only replays and reruns hold that.
     """
 
-    name: str
     costs: BlockClass
     places: dict[str, str]
     peaks: BlockPeaks
@@ -87,7 +86,7 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: 
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
     costs = dataclasses.replace(block.costs, values=(block_input, *values), input_bytes=float(block.input_bytes))
-    return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
+    return SettledBlock(costs, block.places, block.peaks, sum(always_kept), droppable)
 
 
 def _reading(value: Value, name: str) -> Value:
