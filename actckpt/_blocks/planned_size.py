@@ -29,7 +29,6 @@ class PlannedSize:
         nbytes: the maximum per tensor for each block; blocks without an entry are not checked.
         count: returns the bytes of a block's argument tensors.
         exceeded: called with the name of a block that gets more, and with its training.
-        is_for_one: checks one forward only; otherwise every forward up to the first larger one.
     """
 
     def __init__(
@@ -37,10 +36,8 @@ class PlannedSize:
         nbytes: Mapping[str, tuple[float, ...]],
         count: Callable[[Any], tuple[float, ...]],
         exceeded: Callable[[Any, str, tuple[float, ...]], None],
-        *,
-        is_for_one: bool,
     ) -> None:
-        self._nbytes, self._count, self._exceeded, self._is_for_one = nbytes, count, exceeded, is_for_one
+        self._nbytes, self._count, self._exceeded = nbytes, count, exceeded
         self._is_over = False
 
     def close(self) -> None:
@@ -52,9 +49,8 @@ class PlannedSize:
         if self._is_over or name not in self._nbytes:
             return
         sizes = self._count(arguments)
-        is_larger = any(now > most for now, most in zip(sizes, self._nbytes[name], strict=False))
-        self._is_over = is_larger or self._is_for_one
-        if is_larger:
+        if any(now > most for now, most in zip(sizes, self._nbytes[name], strict=False)):
+            self._is_over = True
             self._exceeded(training, name, sizes)
 
 
@@ -97,4 +93,4 @@ def warns_of_larger(plan: Plan) -> tuple[str, PlannedSize] | None:
     if first is None:
         return None
     shown, nbytes = first
-    return shown, PlannedSize({shown: (nbytes,)}, _hidden_bytes, _Warning(shown, nbytes, plan), is_for_one=False)
+    return shown, PlannedSize({shown: (nbytes,)}, _hidden_bytes, _Warning(shown, nbytes, plan))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from actckpt._budget.bandwidth import flush
 from actckpt._budget.block_calls import BlockCall
 from actckpt._budget.structure import is_cast_of_parameter
-from actckpt._budget.workspaces import WorkingStorages
 from actckpt._core import devices
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
@@ -62,7 +62,6 @@ class _Casts(ObservingMode):
         return result
 
     def alive_bytes(self) -> int:
-        """Return the bytes of live casts."""
         return sum(storage.nbytes() for reference in self._storages if (storage := reference()) is not None)
 
 
@@ -105,20 +104,41 @@ def _phase_peaks(call: BlockCall, forward: Callable[..., Any] | None) -> tuple[i
 def _peak_of_run(call: BlockCall, forward: Callable[..., Any] | None, device: torch.device) -> tuple[int, int]:
     """Return the peaks of forward and of backward."""
     flush(device)
-    working = WorkingStorages(device)
+    peak = _Peak(device)
     with call.isolate(forward) as run:
         for parameter in call.block.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        with working.section():
+        with peak.section():
             roots = run.roots()
-        forward_bytes = working.peak_bytes
-        working.reset_peak()
+        forward_bytes = peak.nbytes
         # The outputs stand for their gradients, which have the same size and lifetime.
         gradients = [torch.ones_like(root) for root in roots]
-        with working.section():
+        with peak.section():
             run.backward(roots, gradients)
-        return forward_bytes, working.peak_bytes
+        return forward_bytes, peak.nbytes
+
+
+class _Peak:
+    """The peak of sections of a run: of the allocator, which a metered cycle resets anyway, or of live storages."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._allocator, self._live = device, devices.counting(device), LiveStorages()
+        self._alive_bytes = self.nbytes = 0
+
+    @contextmanager
+    def section(self) -> Iterator[None]:
+        """Measure the body; what earlier sections allocated counts too."""
+        if self._allocator is None:
+            self._live.reset_peak()
+            with self._live:
+                yield
+            self.nbytes = self._live.peak_bytes
+            return
+        base_bytes = self._allocator.reset_peak(self._device, waits=False) - self._alive_bytes
+        yield
+        self._alive_bytes = self._allocator.allocated_bytes(self._device) - base_bytes
+        self.nbytes = self._allocator.peak_bytes(self._device) - base_bytes
 
 
 def _drop_gradient(parameter: Tensor) -> None:

@@ -83,7 +83,6 @@ class BudgetConfig:
         return _bytes_on(device, held) + more_bytes, gradients
 
     def optimizer_bytes(self, device: torch.device) -> int:
-        """Return the bytes of the optimizers' state."""
         return _bytes_on(device, self.optimizer_states())
 
     def optimizer_states(self) -> list[object]:

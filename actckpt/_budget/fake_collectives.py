@@ -35,7 +35,6 @@ _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 
 def num_ranks() -> int:
-    """Return the number of training ranks."""
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 

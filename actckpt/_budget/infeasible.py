@@ -10,12 +10,10 @@ from actckpt._error_base import PlanInfeasibleError
 from actckpt._text.sizes import format_bytes
 from actckpt._text.suggestions import did_you_mean
 
-__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible", "infeasible_error", "with_reserve"]
+__all__ = ["Infeasible", "OnInfeasible", "check_on_infeasible"]
 
 OnInfeasible = Literal["warn", "raise"]
 
-#: Reserve that errors add to the smallest budget, since cycles differ: a share without static memory, and bytes.
-_RESERVE, _RESERVE_BYTES = 0.005, 4096
 #: Warn again if a step needs this many times what the last warning said.
 _WARN_AGAIN = 1.05
 _PER = "model, and again for a larger smallest budget"
@@ -47,40 +45,12 @@ def check_on_infeasible(value: object, what: str) -> None:
         raise ValueError(f"{what}: on_infeasible={value!r}. Pass 'warn' or 'raise'.{near}")
 
 
-def with_reserve(nbytes: float, static_bytes: float) -> float:
-    """Return a smallest budget plus a reserve for differences between cycles; `static_bytes` of it never vary."""
-    return nbytes + _RESERVE * (nbytes - static_bytes) + _RESERVE_BYTES
-
-
-def infeasible_error(
-    error: PlanInfeasibleError, *, budget: str, budget_bytes: float, smallest_bytes: int, cause: str
-) -> PlanInfeasibleError:
-    """Return an error that quotes the budget as written; `cause` is a sentence without its period, or empty."""
-    holds = f"{error.holds}. {cause}" if cause else error.holds
-    return PlanInfeasibleError(
-        f"No plan fits into {format_bytes(budget_bytes)} ({budget}): the smallest budget is "
-        f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or make "
-        "the batch smaller.",
-        smallest_bytes,
-        holds,
-    )
-
-
 class Infeasible:
-    """The warnings about one model's budget."""
+    """What one model's budget does if no plan fits: an error, unless steps of a plan have run, or warnings."""
 
     def __init__(self, on_infeasible: OnInfeasible) -> None:
-        self._raises = on_infeasible == "raise"
+        self.raises = on_infeasible == "raise"
         self._warned_bytes = self._warned_peak_bytes = 0.0
-
-    def raises(self, *, is_late: bool, has_alternative: bool) -> bool:
-        """Return whether to raise an error.
-
-        Args:
-            is_late: steps of the plan have run already.
-            has_alternative: the caller catches the error and makes another plan.
-        """
-        return not is_late and (self._raises or has_alternative)
 
     def warn(self, error: PlanInfeasibleError, *, is_late: bool) -> None:
         """Warn at the model's call, unless an earlier warning named a budget at least as large."""

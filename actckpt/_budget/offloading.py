@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from actckpt._budget.bandwidth import Pins, pins_offload
 from actckpt._error_base import PlanInfeasibleError
@@ -20,6 +20,7 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Segment
 from actckpt.planner.plans import BlockWindows, Plan
 from actckpt.planner.simulation import simulate
+from actckpt.planner.solving import solve
 
 __all__ = ["offloaded_bytes", "solved", "with_drained", "with_windows"]
 
@@ -32,16 +33,9 @@ def _drained_bytes(block: BlockClass, costs: CostTable) -> float:
     return min(block.forward_s * costs.d2h_bytes_per_s, most)
 
 
-def solved(
-    costs: CostTable,
-    budget: float,
-    pins: Pins | None,
-    by: Callable[[CostTable, float, Pins | None], Plan] | None = None,
-) -> Plan:
+def solved(costs: CostTable, budget: float, pins: Pins | None) -> Plan:
     """Return the fastest plan that fits a budget, with or without the links of a cost table.
 
-    Args:
-        by: the solver; default: `solve`.
     Raises:
         PlanInfeasibleError: neither fits. Its `smallest_bytes` is the smaller one of both.
         ValueError: as `solve` does.
@@ -51,7 +45,7 @@ def solved(
     error: PlanInfeasibleError | None = None
     for each in _with_and_without(costs, pins):
         try:
-            plan = (by or _solve)(each, budget, pins)
+            plan = solve(each, budget=budget, pins=pins)
             plans.append(plan if each.d2h_bytes_per_s else dataclasses.replace(plan, costs=costs))
         except PlanInfeasibleError as failure:
             # Breaks the cycle between this frame and the error, which would hold tensors of outer frames: now, and when
@@ -88,12 +82,6 @@ def _names_made(block: BlockClass) -> set[str]:
     return {value.name for value in block.values if value.needed and value.name != BLOCK_INPUT}
 
 
-def _solve(costs: CostTable, budget: float, pins: Pins | None) -> Plan:
-    from actckpt.planner.solving import solve  # takes half a second to import
-
-    return solve(costs, budget=budget, pins=pins)
-
-
 def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable]:
     if not costs.d2h_bytes_per_s:
         yield costs
@@ -105,13 +93,7 @@ def _with_and_without(costs: CostTable, pins: Pins | None) -> Iterator[CostTable
 
 def with_drained(costs: CostTable) -> CostTable:
     """Return a cost table for plans that offload: with the bytes that are copied out while blocks run forward."""
-    if costs.segments is not None:
-        return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.segments))
-    classes = {
-        name: dataclasses.replace(block, working_set_bytes=block.working_set_bytes + _drained_bytes(block, costs))
-        for name, block in costs.classes.items()
-    }
-    return dataclasses.replace(costs, classes=classes)
+    return dataclasses.replace(costs, segments=tuple(_with_drained(segment, costs) for segment in costs.timeline))
 
 
 def _with_drained(segment: Segment, costs: CostTable) -> Segment:

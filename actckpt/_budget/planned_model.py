@@ -87,7 +87,6 @@ def _other_block(then: Mapping[str, list[str]], named: Mapping[str, torch.nn.Mod
 
 
 def _other_parameter(then: Mapping[str, list[Any]], model: torch.nn.Module) -> str:
-    """Describe a parameter that differs."""
     now = _parameters(model)
     for names, others, where in ((now, then, "not in that one"), (then, now, "in that one alone")):
         if more := [name for name in names if name not in others]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
 from actckpt._budget.block_bytes import BlockPeaks
-from actckpt.planner.costs import BLOCK_INPUT, BlockClass
+from actckpt.planner.costs import BlockClass
 
 __all__ = ["OTHER", "Cast", "ProfiledBlock"]
 
@@ -31,7 +30,6 @@ class Cast(NamedTuple):
 class ProfiledBlock:
     """One call of a block."""
 
-    name: str
     costs: BlockClass
     #: The place of each value in the model, by its name in the cost table.
     places: dict[str, str]
@@ -42,9 +40,6 @@ class ProfiledBlock:
     input_bytes: int
     #: The storages of values that it returned, by name in the cost table.
     returned: dict[str, weakref.ref[torch.UntypedStorage]] = dataclasses.field(default_factory=dict)
-    #: Storages held elsewhere when the forward had ended, which count with the input, and the names of those that are
-    #: values.
-    held: tuple[tuple[weakref.ref[torch.UntypedStorage], int, str | None], ...] = ()
     #: Casts of its parameters in autocast's cache: they do not count as values.
     casts: tuple[Cast, ...] = ()
     #: The storages of values by name in the cost table; and the storages of its arguments, with their bytes.
@@ -53,37 +48,17 @@ class ProfiledBlock:
     #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
-    def with_casts(self, casts: tuple[Cast, ...], *, counts_others_twice: bool) -> ProfiledBlock:
-        """Return the block with only these casts in the cache; the others are values that were in it in forward.
+    def without_released_casts(self, *, are_cached: bool) -> ProfiledBlock:
+        """Return the block whose casts that the cache does not hold any more are values again.
 
         Args:
-            counts_others_twice: they are ordinary values.
+            are_cached: they were in the cache in forward, else ordinary values.
         """
-        lost = {cast.name: cast.nbytes for cast in self.casts if cast not in casts}
-        if not lost:
-            return self
-        block = self._with_values(lost)
-        values = [
-            dataclasses.replace(value, cached=value.name in lost and not counts_others_twice)
-            for value in block.costs.values
-        ]
-        return dataclasses.replace(block, costs=dataclasses.replace(block.costs, values=tuple(values)), casts=casts)
-
-    def without_replaced(self) -> ProfiledBlock:
-        """Return the block without storages that were held when its forward had ended and are gone: replaced states.
-
-        This is called when the forward of the model has ended; after that nothing else goes.
-        """
-        gone = [(nbytes, name) for storage, nbytes, name in self.held if storage() is None]
-        if not gone:
-            return dataclasses.replace(self, held=())
-        more = {name: nbytes for nbytes, name in gone if name is not None}
-        more[BLOCK_INPUT] = -sum(nbytes for nbytes, _ in gone)
-        block = self._with_values({value.name: value.nbytes + more.get(value.name, 0) for value in self.costs.values})
-        return dataclasses.replace(block, held=())
-
-    def _with_values(self, sizes: Mapping[str, float]) -> ProfiledBlock:
+        released = {cast.name: cast.nbytes for cast in self.casts if cast.storage() is None}
         values = tuple(
-            dataclasses.replace(value, nbytes=sizes.get(value.name, value.nbytes)) for value in self.costs.values
+            dataclasses.replace(value, nbytes=released[value.name], cached=are_cached)
+            if value.name in released
+            else value
+            for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

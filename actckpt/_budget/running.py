@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -39,12 +39,17 @@ RECOMPUTE: dict[str, Any] = {"policy": [], "drops_caches": True}
 UNPLANNED: dict[str, Any] = {**RECOMPUTE, "is_unplanned": True}
 
 
-def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
+def settings_of(
+    plan: Plan, model: torch.nn.Module, entries: Iterable[int] | None = None, unknown: Container[int] = ()
+) -> dict[str, Settings]:
     """Return how each block of a model runs under a plan: a table of places, a rerun, or unchanged.
 
     A block that the plan has several times runs by its entry in each call; a block that the plan does not have is
     recomputed.
 
+    Args:
+        entries: of the plan's stack, those of one forward of the model; None: all.
+        unknown: entries that the plan does not cover, which recompute everything.
     Raises:
         ValueError: the plan has no model.
     """
@@ -53,42 +58,24 @@ def settings_of(plan: Plan, model: torch.nn.Module) -> dict[str, Settings]:
             "apply: this plan was made from a cost table and knows no model. Make one with "
             "actckpt.plan(step, model=...)."
         )
-    names = list(dict.fromkeys(name for name in plan.blocks if name is not None))
-    stack = zip(plan.costs.blocks, plan.actions, plan.places, plan.rerun, strict=True)
-    modules = [None if name is None else model.get_submodule(name) for name in plan.blocks]
-    calls = [_as_measured(_settings(*entry), module) for entry, module in zip(stack, modules, strict=True)]
-    calls = _within_windows(calls, plan)
-    by_name: dict[str, tuple[OneCall, ...]] = dict.fromkeys(names, ())
-    for name, one in zip(plan.blocks, calls, strict=True):
-        if name is not None:
-            by_name[name] += (one,)
-    return {name: entry[0] if len(entry) == 1 else (*entry, UNPLANNED) for name, entry in by_name.items()}
+    own = [at for at in (range(len(plan.blocks)) if entries is None else entries) if plan.blocks[at] is not None]
+    offloaded = offloaded_bytes(plan)
+    by_name: dict[str, tuple[OneCall, ...]] = {}
+    for at in own:
+        name = plan.blocks[at] or ""
+        one = _settings(plan.costs.blocks[at], plan.actions[at], plan.places[at], plan.rerun[at])
+        if "is_plain" in one and is_checkpointing_layer(model.get_submodule(name)):
+            one["drops_caches"] = True  # even if it drops nothing: later blocks share the key-value cache
+        if plan.windows is not None:
+            one["windows"] = Windows(plan.windows[at], math.ceil(offloaded[at]), is_last=at == own[-1])
+        by_name[name] = (*by_name.get(name, ()), RECOMPUTE if at in unknown else one)
+    return {name: calls[0] if len(calls) == 1 else (*calls, UNPLANNED) for name, calls in by_name.items()}
 
 
 def use_settings(forwards: Mapping[str, CheckpointedForward], settings: Mapping[str, Settings]) -> None:
     """Set how blocks run; a block without settings recomputes everything, as unmeasured if there are other settings."""
     for name, forward in forwards.items():
         forward.use(settings.get(name, UNPLANNED if settings else RECOMPUTE))
-
-
-def _as_measured(settings: dict[str, Any], block: torch.nn.Module | None) -> dict[str, Any]:
-    """Return how a block runs, without a key-value cache even if it drops nothing: later blocks share the cache."""
-    if "is_plain" in settings and block is not None and is_checkpointing_layer(block):
-        return {**settings, "drops_caches": True}
-    return settings
-
-
-def _within_windows(calls: list[dict[str, Any]], plan: Plan) -> list[dict[str, Any]]:
-    if plan.windows is None:
-        return calls
-    assert plan.blocks is not None
-    last = max(number for number, name in enumerate(plan.blocks) if name is not None)
-    return [
-        {**block_settings, "windows": Windows(windows, math.ceil(own_bytes), is_last=number == last)}
-        for number, (block_settings, windows, own_bytes) in enumerate(
-            zip(calls, plan.windows, offloaded_bytes(plan), strict=True)
-        )
-    ]
 
 
 def _settings(
@@ -155,7 +142,6 @@ class Candidate:
             unpatch({name: block for name, block in applied_blocks(self._model).items() if block in self.forwards})
 
     def run(self) -> None:
-        """Run one step."""
         self._state.put_back()
         with self._applied():
             self._step()
@@ -173,7 +159,6 @@ class Candidate:
         self.held_bytes, self.peak_bytes = max(held), live.peak_bytes
 
     def time(self) -> None:
-        """Time one step."""
         self._state.put_back()
         with self._applied():
             devices.synchronize(self._device)

@@ -22,7 +22,6 @@ _UNLIMITED = 2**62
 
 
 def plain_plan(costs: CostTable) -> Plan:
-    """Return the plan that keeps everything."""
     return solve(costs, budget=_UNLIMITED)
 
 

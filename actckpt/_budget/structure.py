@@ -135,11 +135,9 @@ class BlockStructure:
         return {self._name(made): made.storage for made in needed if id(made.storage()) in storages}
 
     def storages(self) -> dict[str, weakref.ref[torch.UntypedStorage]]:
-        """Return the storages of values, by name."""
         return {self._name(made): made.storage for made in self._made}
 
     def note_made(self, made: _Made) -> None:
-        """Record a storage that an operator made."""
         self._made.append(made)
 
     def note_cast(self) -> None:
@@ -152,15 +150,7 @@ class BlockStructure:
 
     def bytes_held(self) -> int:
         """Return the bytes that are alive whether they are kept or not."""
-        return sum(nbytes for _, nbytes, _ in self.held())
-
-    def held(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str | None]]:
-        """Return storages that are alive under every plan, with their bytes, and names of those that backward needs."""
-        return [
-            (made.storage, made.nbytes, self._name(made) if self._info(made) is not None else None)
-            for made in self._made
-            if made.is_held
-        ]
+        return sum(made.nbytes for made in self._made if made.is_held)
 
     def casts(self) -> list[tuple[weakref.ref[torch.UntypedStorage], int, str]]:
         """Return the parameter casts in autocast's cache: storages, their bytes and names."""

@@ -51,7 +51,6 @@ class Run(NamedTuple):
     leaves: list[Tensor]
 
     def call(self) -> Any:
-        """Run forward."""
         return self.forward(*self.args, **self.kwargs)
 
     def roots(self) -> list[Tensor]:

@@ -153,12 +153,8 @@ class Accelerator:
         return True
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """Return the bytes that tensors hold. Needs `counts_memory`, as the next three."""
+        """Return the bytes that tensors hold. Needs `counts_memory`, as the next two."""
         return torch.accelerator.memory_allocated(device)
-
-    def given_bytes(self, device: torch.device) -> int:
-        """Return all bytes allocated since the process started, including freed ones."""
-        return int(torch.accelerator.memory_stats(device)["allocated_bytes.all.allocated"])
 
     def peak_bytes(self, device: torch.device) -> int:
         """Return the peak of `allocated_bytes` since `reset_peak`."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from actckpt._budget.class_names import with_block_names
+from actckpt._budget.simple import plain_plan
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.timeline import Cycle, Segment, SegmentKey
+from actckpt._text.listed import calls_named, listed
 from actckpt.planner import costs as planner_costs
 from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import needs
 
-__all__ = ["KEPT", "CycleModel", "Mode"]
+__all__ = ["KEPT", "CycleModel", "Mode", "class_names"]
 
 #: How a block runs: all kept, replayed, or rerun; empty if no block runs.
 Mode = str
@@ -36,6 +38,17 @@ class _Row(NamedTuple):
     order: _Order
     segment: Segment
     blocks: tuple[SettledBlock, ...]
+
+
+def class_names(blocks: Sequence[BlockClass], calls: Sequence[str]) -> dict[BlockClass, str]:
+    """Return names of classes by the blocks that are called: `layers.0-5`."""
+    alike: dict[BlockClass, list[str]] = {}
+    for block, name in zip(blocks, calls_named(calls), strict=True):
+        alike.setdefault(block, []).append(name or "")
+    names = {block: listed(own) for block, own in alike.items()}
+    if len(set(names.values())) < len(names):  # a block's name looks like a range
+        names = {block: f"class {number}" for number, block in enumerate(alike)}
+    return names
 
 
 class CycleModel:
@@ -73,18 +86,12 @@ class CycleModel:
         return len({row.order for row in self._rows})
 
     def costs(self, static_bytes: float) -> CostTable:
-        """Return the cost table for the planner."""
-        names: dict[BlockClass, str] = {}
-        stack = tuple(names.setdefault(block, f"class {len(names)}") for block in self._costs)
-        segments = tuple(self._segment(row, static_bytes) for row in self._rows)
-        table = CostTable({name: block for block, name in names.items()}, stack, segments=segments)
-        return with_block_names(table, [call.block for call in self.calls])
+        names = class_names(self._costs, [call.block for call in self.calls])
+        classes, stack = {name: block for block, name in names.items()}, tuple(names[block] for block in self._costs)
+        return CostTable(classes, stack, segments=tuple(self._segment(row, static_bytes) for row in self._rows))
 
     def plain_bytes(self, costs: CostTable) -> float:
         """Return the peak if everything is kept."""
-        from actckpt._budget.simple import plain_plan  # imports the solver, which takes half a second
-        from actckpt.planner.simulation import needs
-
         return float(max(needs(costs, plain_plan(costs))))
 
     def _segment(self, row: _Row, static_bytes: float) -> planner_costs.Segment:
@@ -138,7 +145,6 @@ class CycleModel:
             self._corrections[key] = self._corrections.get(key, 0.0) + error
 
     def modes(self, plan: Plan) -> tuple[Mode, ...]:
-        """Return how each block call runs under a plan."""
         return tuple(self._mode(plan, call) for call in range(len(self.calls)))
 
     def drop_negative_corrections(self) -> bool:
@@ -157,7 +163,6 @@ class CycleModel:
         return dict(self._corrections)
 
     def restore(self, corrections: Mapping[_Correction, float]) -> None:
-        """Restore corrections."""
         self._corrections = dict(corrections)
 
     @property

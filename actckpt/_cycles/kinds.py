@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,19 +13,17 @@ from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
-from actckpt._budget.running import RECOMPUTE
-from actckpt._cycles.attempts import Attempts
+from actckpt._budget.running import RECOMPUTE, settings_of
+from actckpt._core import devices
 from actckpt._cycles.cycle_model import KEPT, CycleModel
-from actckpt._cycles.excesses import Excesses
-from actckpt._cycles.forward_settings import settings_per_forward
-from actckpt._cycles.inner_sizes import LargestCalls, is_larger, most_given, total_given
 from actckpt._cycles.settled_block import SettledBlock
-from actckpt._cycles.solving import Solving, smallest_budget
-from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.solving import Solving
+from actckpt._cycles.timeline import Call, Cycle, is_larger, most_given, total_given
 from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import needs
 
 __all__ = ["BudgetConfig", "Kind"]
 
@@ -42,6 +40,9 @@ _FIRST_EMPTY, _MOST_MEASURED = 16, 16
 #: Maximum number of metered cycles before the plan is kept although none resembled the measured one, which means: at
 #: least this share of its input bytes.
 _MOST_METERED, _ALIKE = 16, 0.99
+#: Maximum number of corrections after settled cycles that exceeded the budget; a plan known to exceed it may need this
+#: share more.
+_MOST_EXCESSES, _TOLERANCE = 16, 0.01
 #: On a device, one in this many settled cycles resets the peak.
 _CYCLES_PER_PEAK = 64
 
@@ -50,9 +51,6 @@ Stage = Literal["measure", "fit", "try", "settled"]
 
 class Kind:
     """Cycles that share a plan.
-
-    Args:
-        others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
 
     Attributes:
         stage: the purpose of the next cycle.
@@ -78,14 +76,13 @@ class Kind:
         forwards: Mapping[str, CheckpointedForward],
         config: BudgetConfig,
         infeasible: Infeasible,
-        others: Callable[[], Iterable[Kind]],
     ) -> None:
-        self._others = others
         self._module, self._forwards, self._config = model, forwards, config
         self._solving = Solving(model, config)
         self._infeasible = infeasible
         self._model: CycleModel | None = None
-        self._attempts = Attempts()
+        #: Plans that ran under a meter since the model was measured or corrected, with their peaks.
+        self._attempts: list[tuple[Plan, float]] = []
         self._trials: Trials | None = None
         self._settings: list[Mapping[str, Settings]] = []
         #: Shapes and flags of each forward, in the cycle that the plan was made for and in the measured one.
@@ -93,8 +90,7 @@ class Kind:
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
         self._num_cycles = self._num_measured = self._num_less = 0
-        self._sizes = LargestCalls()
-        self._excesses = Excesses(type(model).__name__, config.text, infeasible)
+        self._num_excesses = 0
         #: Successive cycles that were to be measured but had no block with gradients.
         self._num_empty = 0
         #: Measured orders of forwards and backwards.
@@ -108,7 +104,6 @@ class Kind:
 
     @property
     def num_trials_left(self) -> int:
-        """The maximum number of trials left."""
         return 0 if self._trials is None else self._trials.num_cycles_left
 
     @property
@@ -143,7 +138,7 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage, self._is_solved = Attempts(), None, "fit", False
+            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
             self._static_bytes, self._num_less = static_bytes, 0
         self._num_cycles += 1
         if self.stage == "fit" and not self._is_solved:
@@ -172,15 +167,14 @@ class Kind:
         return self._settings[number] if is_known else None
 
     def end(self, cycle: Cycle, blocks: Sequence[SettledBlock]) -> None:
-        """A cycle has ended."""
         if self.is_measured_now:
             self._measured(cycle, blocks)
         elif cycle.is_void or self._model is None or not cycle.num_backwards:
             return
         elif not self.knows_order(cycle) or (cycle.meter is not None and self._model.idle - cycle.idle_calls()):
             self.measure_again()  # it ran calls that the plan does not cover
-        elif self.stage == "settled" and self._excesses.correct(cycle.risen_bytes, self.plan, bool(self.refused)):
-            self.stage, self._attempts = "fit", Attempts()
+        elif self.stage == "settled" and self._exceeds(cycle.risen_bytes):
+            self.stage, self._attempts = "fit", []
         elif self._trials is not None:
             self._tried(cycle)
         elif self.stage == "fit" and (self._is_alike(cycle) or self._num_cycles >= _MOST_METERED):
@@ -202,19 +196,6 @@ class Kind:
         """Return, per block, the maximum bytes of each tensor passed to it in a forward of the measured cycle."""
         sizes = {} if self._model is None else most_given(self._model.calls)
         return {name: nbytes for (forward, name), nbytes in sizes.items() if forward == number}
-
-    def grew(self, call: Call) -> bool:
-        """A block got more bytes than that; return whether one of the next cycles is measured."""
-        return self._sizes.grew(call, is_measuring=self.stage == "measure") and self.measure_again()
-
-    def is_smaller(self, call: Call) -> bool:
-        """Return whether a block gets less than in the largest cycle: then a later cycle is measured."""
-        if not self._sizes.is_smaller(call, () if self._model is None else self._model.calls):
-            return False
-        self.is_measured_now = False
-        if self._sizes.is_given_up():
-            self.stage = self._stage_before
-        return True
 
     # Stages
 
@@ -238,9 +219,8 @@ class Kind:
         if self._model is not None and is_less and not is_larger(model.calls, before):
             self.stage = self._stage_before
             return
-        self._model, self._attempts, self._trials, self.plan = model, Attempts(), None, None
+        self._model, self._attempts, self._trials, self.plan = model, [], None, None
         self.stage, self._is_solved, self._num_cycles, self._static_bytes = "fit", False, 0, cycle.static_bytes
-        self._sizes.measured()
         self._forward_keys = self._measured_keys
 
     def _is_alike(self, cycle: Cycle) -> bool:
@@ -271,70 +251,81 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
-        smallest = smallest_budget(costs, least, self._static_bytes)
-        smallest = max(smallest, *(kind.least_bytes() for kind in self._others() if kind is not self), 0.0)
-        facts = self._budget_bytes, smallest, self._forwards, len(self._forward_keys)
-        user_error = self._solving.user_error(self._model, error, *facts)
+        user_error = self._solving.user_error(
+            self._model, costs, error, self._budget_bytes, self._static_bytes, self._forwards
+        )
         if self._attempts:  # the observed memory of the smallest plan decides
             self._infeasible_error = user_error
             return self._planned(costs, least)
         self.refused, self.plan = str(user_error), None
-        if self._infeasible.raises(is_late=is_late, has_alternative=False):
+        if self._infeasible.raises and not is_late:
             raise user_error
         self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
 
-    def least_bytes(self) -> float:
-        """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
-        return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
-
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None
         if limit_bytes is None:
-            limit_bytes = max((1 - _MARGIN * self._attempts.num_rounds) * self._budget_bytes, 1.0)
+            limit_bytes = max((1 - _MARGIN * len(self._attempts)) * self._budget_bytes, 1.0)
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
         """A metered cycle under the plan has ended: correct the model and solve again, or keep the plan."""
         assert self._model is not None and self.plan is not None
-        self._attempts.add(self.plan, cycle.peak_bytes)
+        self._attempts.append((self.plan, cycle.peak_bytes))
         expected_bytes = max(self._budget_bytes, self.plan.peak_bytes)
         is_held = cycle.peak_bytes > (1 + _HELD) * expected_bytes and any(offloaded_bytes(self.plan))
         if is_held and self._stop_offloading():
             return
         is_over = cycle.peak_bytes > self._budget_bytes
         is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._budget_bytes and self.plan.overhead_seconds > 0.0
-        if (is_over or is_unused) and self._attempts.num_rounds <= _MOST_ROUNDS and self._solve_again(cycle):
+        if (is_over or is_unused) and len(self._attempts) <= _MOST_ROUNDS and self._solve_again(cycle):
             return
-        best = self._attempts.best(self._budget_bytes)
-        fits, peak_bytes = best.peak_bytes <= self._budget_bytes, best.peak_bytes
+        # The fastest one that fits, or the smallest if none does.
+        fitting = [attempt for attempt in self._attempts if attempt[1] <= self._budget_bytes]
+        best, peak_bytes = min(
+            fitting or self._attempts, key=lambda each: each[0].overhead_seconds if fitting else each[1]
+        )
+        fits = bool(fitting)
         if not fits and self._stop_offloading():
             return
         if self._model.num_orders > 1 or not self._is_alike(cycle):
-            peak_bytes = max(peak_bytes, best.plan.peak_bytes)
-        self.plan = dataclasses.replace(best.plan, peak_bytes=peak_bytes)
+            peak_bytes = max(peak_bytes, best.peak_bytes)
+        self.plan = dataclasses.replace(best, peak_bytes=peak_bytes)
         self._run(self.plan)
         self.stage = "settled"
         if fits:
             self._begin_trials()
         elif self._infeasible_error is None:
-            self._excesses.stay(peak_bytes, cycle.device)
+            if devices.counting(cycle.device) is None:  # no later cycle shows it
+                self._warn_of_excess(peak_bytes)
         else:
             self.refused = str(self._infeasible_error)
             self._infeasible.warn(self._infeasible_error, is_late=True)
+
+    def _exceeds(self, risen_bytes: float) -> bool:
+        """Return whether to correct the plan after a settled cycle with this peak. Warns once if that did not help."""
+        assert self.plan is not None
+        known_bytes = (1 + _TOLERANCE) * self.plan.peak_bytes if self.refused else self.plan.budget_bytes
+        if risen_bytes <= known_bytes:
+            return False
+        self._num_excesses += 1
+        if self._num_excesses == _MOST_EXCESSES + 1:
+            self._warn_of_excess(risen_bytes)
+        return self._num_excesses <= _MOST_EXCESSES
+
+    def _warn_of_excess(self, peak_bytes: float) -> None:
+        self._infeasible.warn_of_excess(type(self._module).__name__, self._config.text, peak_bytes)
 
     def _stop_offloading(self) -> bool:
         """Stop offloading: something else may hold what it should have freed. Return whether a plan offloaded."""
         if self._model is None or not self._solving.unlink(self._model):
             return False
-        self._attempts.start_again()
-        self._is_solved = False
+        self._attempts, self._is_solved = [], False
         return True
 
     def _solve_again(self, cycle: Cycle) -> bool:
         """Correct the model by a cycle; return whether that leads to another plan."""
-        from actckpt.planner.simulation import needs
-
         assert self._model is not None and self.plan is not None
         before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
         self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
@@ -347,7 +338,8 @@ class Kind:
             self._model.restore(before)
             self.plan, self._budget_bytes = plan, budget_bytes
             return False
-        return self.plan is not None and not self._attempts.has(self.plan)
+        known = [(other.actions, other.rerun) for other, _ in self._attempts]
+        return self.plan is not None and (self.plan.actions, self.plan.rerun) not in known
 
     def _begin_trials(self) -> None:
         assert self.plan is not None and self._model is not None
@@ -357,7 +349,6 @@ class Kind:
             self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:
-        """A trial has ended."""
         assert self._trials is not None
         if cycle.meter is not None:
             self._trials.note_peak(cycle.peak_bytes)
@@ -376,8 +367,10 @@ class Kind:
         self.running_plan = plan
         for forward in self._forwards.values():  # its first cycle is metered, so this slows down no trial
             forward.group.record_first_step(plan)
-        num_forwards, unknown = len(self._forward_keys), self._model.idle
-        self._settings = settings_per_forward(plan, self._model.calls, num_forwards, self._module, unknown=unknown)
+        forwards = [[] for _ in self._forward_keys]  # type: list[list[int]]
+        for at, call in enumerate(self._model.calls):
+            forwards[call.forward].append(at)
+        self._settings = [settings_of(plan, self._module, own, self._model.idle) for own in forwards]
 
     def _is_changed(self, static_bytes: float) -> bool:
         """Return whether the static bytes, or the budget, differ from those that the plan was made for."""

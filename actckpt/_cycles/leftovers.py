@@ -66,7 +66,6 @@ class Leftovers:
         return is_metered or self._meters_all
 
     def add(self, cycle: Cycle) -> None:
-        """A cycle has ended."""
         meter, before = cycle.meter, self._meters or []
         self._meters = None if meter is None else [other for other in (*before, meter) if other.left_bytes([])]
         self._last_peak_bytes = cycle.peak_bytes

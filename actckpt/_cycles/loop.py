@@ -42,14 +42,13 @@ from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
 from actckpt._cycles.added_blocks import AddedBlocks, Settled
 from actckpt._cycles.allocator_meter import free_older, watch_of
-from actckpt._cycles.cycle_keys import CycleKeys
 from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
-from actckpt._cycles.known_kinds import CycleKey, ForwardKey, KnownKinds
+from actckpt._cycles.known_kinds import CycleKey, CycleKeys, ForwardKey, KnownKinds
 from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
-from actckpt._cycles.timeline import Call, Cycle
+from actckpt._cycles.timeline import Cycle
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -61,9 +60,9 @@ _MOST_FORWARDS = 16
 _MOST_UNREAD = 16
 
 
-def _ran_larger(training: BudgetLoop | None, name: str, sizes: tuple[float, ...]) -> None:
+def _ran_larger(training: BudgetLoop | None, *_: object) -> None:
     if training is not None:  # else the block was copied without its model
-        training.ran_larger(name, sizes)
+        training.ran_larger()
 
 
 class BudgetLoop:
@@ -108,7 +107,7 @@ class BudgetLoop:
         self.is_called = False
 
     def _new_kind(self) -> Kind:
-        return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
+        return Kind(self._model, self._forwards, self._config, self._infeasible)
 
     @property
     def _device(self) -> torch.device:
@@ -132,7 +131,6 @@ class BudgetLoop:
 
     @property
     def running_plan(self) -> Plan | None:
-        """The plan of the running cycle."""
         return None if self._kind is None else self._kind.running_plan
 
     @property
@@ -147,17 +145,14 @@ class BudgetLoop:
 
     @property
     def model_name(self) -> str:
-        """The model's type, for messages."""
         return type(self._model).__name__
 
     @property
     def is_measured(self) -> bool:
-        """Whether a cycle of the last kind was measured."""
         return self._kind is not None and self._kind.stage != "measure"
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last kind of cycle has its final plan."""
         return self._kind is not None and self._kind.stage == "settled"
 
     def ran_unplanned(self, name: str) -> bool:
@@ -174,14 +169,12 @@ class BudgetLoop:
             return True
         return self._kind is not None and self._kind.measure_again()
 
-    def ran_larger(self, name: str, given: tuple[float, ...]) -> None:
+    def ran_larger(self) -> None:
         """A block got more bytes than when it was measured: the rest of the forward recomputes everything."""
         use_settings(self._forwards, {})
         if self._cycle is not None and self._kind is not None:
             self._cycle.is_void = True
-            if self._is_smaller:
-                self._measure_again()
-            elif not self._kind.grew(Call(name, self._cycle.num_forwards - 1, given)):
+            if not self._measure_again():
                 self._warn(texts.GROWS)
 
     def explain(self, error: RuntimeError) -> None:
@@ -189,7 +182,6 @@ class BudgetLoop:
         explain(error, self._model, self._config.optimizers)
 
     def close(self) -> None:
-        """Stop watching the model."""
         for hook in self._hooks:
             hook.remove()
         self._give_up_cycle()
@@ -282,7 +274,7 @@ class BudgetLoop:
         """Compare the bytes passed to blocks in a planned forward with the measured ones."""
         if self._kind is None or self._is_measuring():
             return
-        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger, is_for_one=False)
+        self._size = PlannedSize(self._kind.given_bytes(number), given_bytes, _ran_larger)
         for forward in self._forwards.values():
             forward.planned_size = self._size
 
@@ -300,7 +292,6 @@ class BudgetLoop:
         if cycle is None or cycle is not self._cycle:
             return
         cycle.forward_ends()
-        self._calls.note_casts(cycle)
         if cycle.meter is not None and self._is_measuring() and cycle.num_forwards == 1:
             self._end_outside(cycle)
         tensors = list(tensors_in(result))

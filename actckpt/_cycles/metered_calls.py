@@ -93,7 +93,6 @@ class MeteredCalls:
             cycle.is_void = True
             raise
         cycle.note("forward ends", number)
-        self.note_casts(cycle)
         output = next((tensor for tensor in tensors_in(result) if tensor.grad_fn is not None), None)
         held = None if self.life is None else self.life.in_blocks
         if output is not None:
@@ -104,10 +103,7 @@ class MeteredCalls:
         self, cycle: Cycle, forward: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> int:
         number = len(cycle.calls)
-        call = Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs)))
-        cycle.calls.append(call)
-        if self._is_measuring() and self._kind is not None and self._kind.is_smaller(call):
-            cycle.is_void = True
+        cycle.calls.append(Call(forward.name, cycle.num_forwards - 1, given_bytes((args, kwargs))))
         source = first_tensor((args, kwargs))
         if source is not None and source.requires_grad:
             _ = source.grad_fn  # for a view that was written to, torch recreates it when it is read, not for a hook
@@ -132,6 +128,7 @@ class MeteredCalls:
         if block is not None:  # else the cycle is measured again
             self.profiled.append(block)
             self._modules.append(forward.block)
+            self._cycle.casts += [cast.storage for cast in block.casts]
             for storage in filter(None, (cast.storage() for cast in block.casts)):
                 weakref.finalize(storage, self._cast_died, self._cycle).atexit = False
         return result
@@ -140,16 +137,8 @@ class MeteredCalls:
         assert self._cycle is not None and self._cycle.meter is not None
         return self._cycle.meter.unmuted()
 
-    def _casts(self) -> list[weakref.ref[torch.UntypedStorage]]:
-        return [cast.storage for block in self.profiled for cast in block.casts]
-
-    def note_casts(self, cycle: Cycle) -> None:
-        """Record whether autocast's cache holds the casts of all blocks so far."""
-        if cycle.events and (casts := self._casts()):
-            cycle.holds_casts[len(cycle.events) - 1] = all(storage() is not None for storage in casts)
-
     def _cast_died(self, cycle: Cycle) -> None:
-        if cycle is self._cycle and not any(storage() is not None for storage in self._casts()):
+        if cycle is self._cycle and not any(storage() is not None for storage in cycle.casts):
             cycle.casts_released()
 
     def _backward_begins(self, cycle: Cycle, number: int, held: Held | None) -> None:

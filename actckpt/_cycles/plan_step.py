@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -12,12 +13,12 @@ from actckpt._blocks.applied import CheckpointedForward, forwards_in, patch, unp
 from actckpt._budget.bandwidth import flush
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.fake_collectives import Exchanges, num_ranks
-from actckpt._budget.not_run import why_not_run
 from actckpt._budget.running import RECOMPUTE, device_of
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._cycles.loop import BudgetLoop
 from actckpt._cycles.outside_cycles import OutsideCycles
+from actckpt._text.listed import listed
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
@@ -26,6 +27,7 @@ __all__ = ["planned", "settled_loop"]
 
 #: More steps than the loop needs with all of its candidates, and until a cycle is measured.
 _MOST_STEPS, _MOST_MEASURED = 200, 4
+_STEP = "lambda: model(x).sum().backward()"
 
 
 @uncounted()
@@ -95,7 +97,7 @@ def _explained(
         yield
     except BlocksError as error:
         unpatch(blocks)
-        reason = why_not_run(step, model, blocks, state)
+        reason = _why_not_run(step, model, blocks, state)
         patch(blocks, dict.fromkeys(blocks, RECOMPUTE), model)
         raise BlocksError(f"plan: {reason}" if reason else f"{error}{step.hint()}") from None
 
@@ -119,3 +121,49 @@ def _check_calls(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
 def _check_backward(loop: BudgetLoop, blocks: tuple[str, ...]) -> None:
     if not loop.is_measured:
         raise BlocksError(f"plan: backward did not run through block {blocks[0]!r}. Pass a step with its backward.")
+
+
+def _why_not_run(
+    step: Callable[[], object], model: torch.nn.Module, blocks: Mapping[str, torch.nn.Module], state: TrainingState
+) -> str:
+    """Run a step once more and return why blocks did not run in it with gradients.
+
+    The text is empty if all did, and if the step raises now.
+    """
+    calls, trained = Counter[torch.nn.Module](), Counter[torch.nn.Module]()
+
+    def called(module: torch.nn.Module, _: object) -> None:
+        calls[module] += 1
+        trained[module] += torch.is_grad_enabled()
+
+    with contextlib.ExitStack() as exits:
+        for module in {model, *blocks.values()}:
+            exits.callback(module.register_forward_pre_hook(called).remove)
+        state.put_back()
+        try:
+            step()
+        except Exception:  # the step may run only once: report the first run
+            return ""
+    idle = [name for name, block in blocks.items() if not trained[block]]
+    if not idle:
+        return ""
+    kind, of = type(model).__name__, f"{len(idle)} of {len(blocks)} blocks"
+    if without_gradients := [name for name in idle if calls[blocks[name]]]:
+        return (
+            f"{len(without_gradients)} of {len(blocks)} blocks ran without gradients in the step (torch.no_grad, "
+            f"torch.inference_mode): {listed(without_gradients)}. Pass a step that trains: {_STEP}."
+        )
+    if calls[model]:
+        return (
+            f"{of} were not called in the step, though the {kind} was: {listed(idle)}. Pass blocks=: those that it "
+            "calls as modules (at most methods or parts of these were called)."
+        )
+    if len(idle) == len(blocks):
+        return (
+            f"the step called neither the {kind} that was given as model nor any of its {len(blocks)} blocks. Pass as "
+            f"model what the step trains, and a step that calls it: {_STEP}."
+        )
+    return (
+        f"{of} were not called in the step, and neither was the {kind} that was given as model: {listed(idle)}. Pass "
+        "as model the part of it that the step calls, or as blocks= those that run."
+    )

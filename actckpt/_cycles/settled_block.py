@@ -25,7 +25,6 @@ class SettledBlock:
         droppable_input_bytes: bytes of its input, if only replays and reruns hold that.
     """
 
-    name: str
     costs: BlockClass
     places: dict[str, str]
     peaks: BlockPeaks
@@ -57,8 +56,7 @@ def settled(
 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: bool) -> SettledBlock:
-    alive_casts = tuple(cast for cast in block.casts if cast.storage() is not None)
-    block = block.with_casts(alive_casts, counts_others_twice=counts_casts_twice).without_replaced()
+    block = block.without_released_casts(are_cached=not counts_casts_twice)
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
@@ -88,10 +86,9 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: 
         values = [_reading(value, _REPLAY_INPUT) for value in values]
         values.insert(0, Value(_REPLAY_INPUT, droppable, needed=False, offloadable=False, replayable=False))
     costs = dataclasses.replace(block.costs, values=(block_input, *values), input_bytes=float(block.input_bytes))
-    return SettledBlock(block.name, costs, block.places, block.peaks, sum(always_kept), droppable)
+    return SettledBlock(costs, block.places, block.peaks, sum(always_kept), droppable)
 
 
 def _reading(value: Value, name: str) -> Value:
-    """Return a value that is computed from another input of the block."""
     inputs = tuple(name if source == BLOCK_INPUT else source for source in value.inputs)
     return dataclasses.replace(value, inputs=inputs)

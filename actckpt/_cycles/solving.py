@@ -12,17 +12,20 @@ import torch
 from actckpt._blocks.outside import advice
 from actckpt._budget.bandwidth import is_linked, pins_offload, with_links
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.infeasible import infeasible_error, with_reserve
 from actckpt._budget.offloading import solved
 from actckpt._budget.planned_model import facts_of
 from actckpt._budget.running import device_of
 from actckpt._budget.simple import plain_plan
 from actckpt._cycles.cycle_model import CycleModel
+from actckpt._text.sizes import format_bytes
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import CostTable
 from actckpt.planner.plans import Plan
 
-__all__ = ["Solving", "smallest_budget"]
+__all__ = ["Solving"]
+
+#: Reserve that errors add to the smallest budget, since cycles differ: a share without static memory, and bytes.
+_RESERVE, _RESERVE_BYTES = 0.005, 4096
 
 
 class Solving:
@@ -52,7 +55,6 @@ class Solving:
         return True
 
     def budget_bytes(self, model: CycleModel, costs: CostTable) -> float:
-        """Return the user's budget in bytes."""
         return self._config.budget_bytes(self._module, functools.partial(model.plain_bytes, costs))
 
     def plan(self, model: CycleModel, costs: CostTable, budget_bytes: float, limit_bytes: float) -> Plan:
@@ -74,45 +76,30 @@ class Solving:
         return self.placed(model, dataclasses.replace(plan, budget_bytes=budget_bytes))
 
     def placed(self, model: CycleModel, plan: Plan) -> Plan:
-        """Return the plan with the places of its values in the model."""
         names = tuple(call.block for call in model.calls)
         return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
 
     def user_error(
         self,
         model: CycleModel,
+        costs: CostTable,
         error: PlanInfeasibleError,
         budget_bytes: float,
-        smallest_bytes: float,
+        static_bytes: float,
         blocks: Iterable[str],
-        num_forwards: int,
     ) -> PlanInfeasibleError:
         """Return the solver's error in the user's terms: the budget as written, and parts of the model by name."""
+        least_bytes = error.smallest_bytes or 0.0
+        reserved_bytes = least_bytes + _RESERVE * (least_bytes - static_bytes) + _RESERVE_BYTES
+        smallest_bytes = math.ceil(min(reserved_bytes, plain_plan(costs).peak_bytes))
+        num_forwards = 1 + max(call.forward for call in model.calls)
+        several = f"{num_forwards} forwards of the model are part of the step before backward has ended"
         advised = advice(model.made_outside, self._module, blocks, error.smallest_bytes)
-        cause = ". ".join(filter(None, (_forwards_text(num_forwards), advised)))
-        return infeasible_error(
-            error,
-            budget=self._config.text,
-            budget_bytes=budget_bytes,
-            smallest_bytes=math.ceil(smallest_bytes),
-            cause=cause,
+        holds = ". ".join(filter(None, (error.holds, several * (num_forwards > 1), advised)))
+        return PlanInfeasibleError(
+            f"No plan fits into {format_bytes(budget_bytes)} ({self._config.text}): the smallest budget is "
+            f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or "
+            "make the batch smaller.",
+            smallest_bytes,
+            holds,
         )
-
-    def least_bytes(self, model: CycleModel, static_bytes: float) -> float:
-        """Return the smallest feasible budget if it exceeds the user's budget, else 0."""
-        costs = self.costs(model, static_bytes)
-        try:
-            solved(costs, self.budget_bytes(model, costs), self._config.pins)
-        except PlanInfeasibleError as error:
-            return 0.0 if error.smallest_bytes is None else smallest_budget(costs, error.smallest_bytes, static_bytes)
-        return 0.0
-
-
-def smallest_budget(costs: CostTable, least_bytes: float, static_bytes: float) -> float:
-    """Return the smallest budget to suggest to a user: what the smallest plan needs, plus a reserve."""
-    return min(with_reserve(least_bytes, static_bytes), plain_plan(costs).peak_bytes)
-
-
-def _forwards_text(num_forwards: int) -> str:
-    """Return a text for several forwards per step; empty for one."""
-    return f"{num_forwards} forwards of the model are part of the step before backward has ended" * (num_forwards > 1)

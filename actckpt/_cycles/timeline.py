@@ -9,8 +9,11 @@ backward. A segment lies between two events.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
+import weakref
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,7 +23,7 @@ from actckpt._core import devices
 from actckpt._cycles.allocator_meter import RisenPeak
 from actckpt._cycles.meter import Meter
 
-__all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey"]
+__all__ = ["Call", "Cycle", "Event", "Segment", "SegmentKey", "is_larger", "most_given", "total_given"]
 
 #: A block's forward starts or ends, its backward starts or ends, the model's forward or a backward ends, autocast has
 #: released its cache.
@@ -55,6 +58,8 @@ class Event(NamedTuple):
     retains_graph: bool = False
     #: Its time on a device; None on a CPU, where the meter slows down operators.
     moment: devices.Moment | None = None
+    #: Whether autocast's cache holds the casts of parameters that blocks made so far.
+    holds_casts: bool = False
 
 
 class Call(NamedTuple):
@@ -67,8 +72,31 @@ class Call(NamedTuple):
     given: tuple[float, ...] = ()
 
     def is_same(self, other: Call) -> bool:
-        """Return whether another call is of the same block in the same forward."""
         return (self.block, self.forward) == (other.block, other.forward)
+
+
+def _most(one: tuple[float, ...], other: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(max(pair) for pair in itertools.zip_longest(one, other, fillvalue=0.0))
+
+
+def most_given(calls: Iterable[Call]) -> dict[tuple[int, str], tuple[float, ...]]:
+    """Return, per forward and block, the maximum bytes of each tensor passed to it."""
+    most: dict[tuple[int, str], tuple[float, ...]] = {}
+    for call in calls:
+        key = call.forward, call.block
+        most[key] = _most(most.get(key, ()), call.given)
+    return most
+
+
+def total_given(calls: Iterable[Call]) -> float:
+    return sum(sum(call.given) for call in calls)
+
+
+def is_larger(calls: Iterable[Call], before: Iterable[Call]) -> bool:
+    """Return whether a block gets more bytes in some calls than in earlier ones."""
+    known = most_given(before)
+    pairs = ((sizes, known.get(key, ())) for key, sizes in most_given(calls).items())
+    return any(now > then for sizes, past in pairs for now, then in zip(sizes, past, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +143,8 @@ class Cycle:
         #: backward, whether that retains the graph); backward number 0 stands for the start of the forward.
         self.order: list[tuple[int, int, bool]] = []
         self._tasks: list[int] = []
-        #: By event number: whether autocast's cache holds the casts of the blocks so far.
-        self.holds_casts: dict[int, bool] = {}
+        #: Casts of parameters that blocks made, and that autocast's cache held then.
+        self.casts: list[weakref.ref[torch.UntypedStorage]] = []
         #: What modules outside of the blocks hold when the model's first forward ends.
         self.made_outside: tuple[MadeOutside, ...] = ()
         #: The cycle is not usable: a forward failed, another thread took part, or other calls ran than planned.
@@ -125,14 +153,14 @@ class Cycle:
         self._running = -1
 
     def note(self, kind: EventKind, call: int = -1, *, retains_graph: bool = False) -> None:
-        """Record an event."""
         if self.meter is None or not self.meter.is_counting:
             return
         if kind == "backward ends" and self._running != call:  # the next block's backward starts at the same time
             return
         self._running = call if kind == "backward begins" else -1
         moment = devices.moment(self.device) if self._is_timed else None
-        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment))
+        holds_casts = bool(self.casts) and all(storage() is not None for storage in self.casts)
+        self.events.append(Event(kind, call, *self.meter.take(), retains_graph, moment, holds_casts))
 
     def casts_released(self) -> None:
         """Autocast has released casts of parameters. An event only between the forward and its backward."""
@@ -140,7 +168,6 @@ class Cycle:
             self.note("casts released")
 
     def forward_ends(self) -> None:
-        """A forward of the model has ended."""
         self.note("forward")
         if self.watch is not None:
             self.watch.see()
@@ -162,7 +189,6 @@ class Cycle:
             self.order.append(reached)
 
     def end(self) -> None:
-        """End the cycle."""
         self.note("backward")
         if self.meter is not None:
             self.meter.end()
@@ -187,7 +213,7 @@ class Cycle:
         """Return the segments in time order, with the live block calls of each. Waits for a device."""
         running, begins, ends = self._owners()
         occurrences = Counter[tuple[str, int]]()
-        segments, holds_casts = list[Segment](), False
+        segments = list[Segment]()
         for at, (event, after) in enumerate(zip(self.events, self.events[1:], strict=False)):
             call, is_forward = running[at]
             alive = frozenset(
@@ -197,10 +223,9 @@ class Cycle:
             )
             key = (event.kind, event.call, occurrences[event.kind, event.call])
             occurrences[event.kind, event.call] += 1
-            holds_casts = self.holds_casts.get(at, holds_casts and is_forward)
             is_timed = event.moment is not None and after.moment is not None
             seconds = devices.seconds_between(event.moment, after.moment) if is_timed else 0.0  # type: ignore[arg-type]
-            figures = event.live_bytes, after.peak_bytes, alive, holds_casts, seconds
+            figures = event.live_bytes, after.peak_bytes, alive, event.holds_casts, seconds
             segments.append(Segment(key, call, is_forward, *figures))
         return segments
 

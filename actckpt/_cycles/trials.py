@@ -49,7 +49,6 @@ class Candidate:
     cycles: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
 
     def seconds(self) -> list[float]:
-        """Return the seconds of its cycles so far."""
         return [max(devices.seconds_between(*cycle), _RESOLUTION_S) for cycle in self.cycles]
 
 
@@ -102,12 +101,10 @@ class Trials:
 
     @property
     def num_cycles_left(self) -> int:
-        """The maximum number of trials left."""
         return 0 if self.is_over else sum(_MOST_ROUNDS - len(candidate.cycles) for candidate in self._left)
 
     @property
     def running(self) -> Candidate:
-        """The candidate of the current cycle."""
         return self._running
 
     def next(self) -> Candidate:

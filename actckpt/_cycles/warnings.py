@@ -34,8 +34,8 @@ CHECKPOINTED = (
     "that was made outside, apply(model, policy=plan)."
 )
 GROWS = WarningText(
-    "apply: sizes inside of a {model} with a budget grow: too many of its steps were measured, or waited for one as "
-    "large as the largest. Steps that are larger than the plan recompute everything.",
+    "apply: sizes inside of a {model} with a budget grow: too many of its steps were measured. Steps that are larger "
+    "than the plan recompute everything.",
     "Give {model} arguments whose shapes show these sizes, or let the largest step be among the first.",
     per="model",
 )

@@ -35,7 +35,6 @@ class LinearProgram:
         self._elements: list[tuple[int, int, float]] = []
 
     def variable(self, upper: float = numpy.inf, cost: float = 0.0, lower: float = 0.0, whole: bool = False) -> int:
-        """Add a variable."""
         self._lower.append(lower)
         self._upper.append(upper)
         self.costs.append(cost)
@@ -43,7 +42,6 @@ class LinearProgram:
         return len(self.costs) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], lower: float = -numpy.inf, upper: float = numpy.inf) -> None:
-        """Add limits of a sum."""
         self._elements.extend((len(self._rows), variable, factor) for variable, factor in terms)
         self._rows.append((lower, upper))
 

@@ -55,7 +55,6 @@ class _Entry(NamedTuple):
     kept_beside_casts: int
 
     def decisions(self) -> list[int]:
-        """Return the variables of its actions."""
         actions = [variable for ways in self.ways.values() for variable in ways.values()]
         return actions if self.again is None else [*actions, self.again]
 
@@ -91,7 +90,6 @@ class Program:
 
     @property
     def num_whole(self) -> int:
-        """The number of decisions."""
         return sum(self._program.whole)
 
     def _entry(self, index: int, block: BlockClass) -> _Entry:

@@ -12,7 +12,7 @@ from budget_programs import Net
 
 import actckpt
 from actckpt import planner
-from actckpt._budget.class_names import with_block_names
+from actckpt._cycles.cycle_model import class_names
 from actckpt.planner.costs import BlockClass
 
 
@@ -88,9 +88,9 @@ def test_an_error_names_the_blocks() -> None:
             model(x).sum().backward()
 
 
-def test_names_that_would_fall_together_are_left_as_they_are() -> None:
+def test_names_that_would_fall_together_are_numbers() -> None:
     block = BlockClass(1.0, 1.0, 1.0)
     other = dataclasses.replace(block, forward_s=2.0)
-    costs = planner.CostTable({"a": block, "b": other}, ("a", "a", "b"))
-    assert with_block_names(costs, ["x.0", "x.1", "y"]).stack == ("x.0-1", "x.0-1", "y")
-    assert with_block_names(costs, ["x.0", "x.1", "x.0-1"]) == costs
+    blocks = [block, block, other]
+    assert class_names(blocks, ["x.0", "x.1", "y"]) == {block: "x.0-1", other: "y"}
+    assert class_names(blocks, ["x.0", "x.1", "x.0-1"]) == {block: "class 0", other: "class 1"}
