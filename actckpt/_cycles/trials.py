@@ -16,7 +16,7 @@ import torch
 
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.fake_collectives import num_ranks
-from actckpt._budget.simple import simple_plans
+from actckpt._budget.simple import probe_of, simple_plans
 from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
@@ -46,6 +46,8 @@ class Candidate:
     #: Whether its peak was measured.
     is_measured: bool = False
     fits: bool = True
+    #: A plan that runs first and shows whether this one fits.
+    probe: Plan | None = None
     cycles: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
 
     def seconds(self) -> list[float]:
@@ -66,7 +68,9 @@ def _candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan],
             other.actions == candidate.plan.actions and other.rerun == candidate.plan.rerun for candidate in candidates
         ):
             of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
-            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
+            fits = other.peak_bytes <= budget_bytes
+            probe = None if fits else probe_of(of_budget)
+            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=fits, probe=probe))
     return candidates
 
 
@@ -79,20 +83,22 @@ def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], c
     if not config.race or config.pins or num_ranks() > 1:  # several ranks would have to run them in step
         return None
     candidates = _candidates_beside(plan, budget_bytes, placed)
-    return Trials(candidates, budget_bytes) if sum(candidate.fits for candidate in candidates) > 1 else None
+    num_tried = sum(candidate.fits or candidate.probe is not None for candidate in candidates)
+    return Trials(candidates, budget_bytes) if num_tried > 1 else None
 
 
 class Trials:
     """Candidates and their cycles.
 
     Args:
-        candidates: the solver's plan first; its peak is known. Those predicted not to fit are only listed.
+        candidates: the solver's plan first; its peak is known. Those predicted not to fit, and without probe, are only
+            listed.
         budget_bytes: maximum measured peak of a candidate.
     """
 
     def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
         self._all, self._budget_bytes = candidates, budget_bytes
-        self._left = [candidate for candidate in candidates if candidate.fits]
+        self._left = [candidate for candidate in candidates if candidate.fits or candidate.probe is not None]
         self._running = candidates[0]
 
     @property
@@ -116,15 +122,25 @@ class Trials:
         self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda candidate: len(candidate.cycles))
         return self._running
 
+    def note_probe(self, peak_bytes: float) -> None:
+        """A metered cycle of the candidate's probe has ended: it predicts this peak for the candidate."""
+        self._running.probe, self._running.peak_bytes = None, peak_bytes
+        self._drop_unless_fits()
+
     def note_peak(self, peak_bytes: float) -> None:
         """A metered cycle of the candidate has ended; it is not timed."""
         self._running.is_measured, self._running.peak_bytes = True, peak_bytes
-        if peak_bytes > self._budget_bytes:
-            self._running.fits = False
+        self._drop_unless_fits()
+
+    def _drop_unless_fits(self) -> None:
+        self._running.fits = self._running.peak_bytes <= self._budget_bytes
+        if not self._running.fits:
             self._left.remove(self._running)
 
     def note_time(self, began: Moment, device: torch.device) -> None:
         """An unmetered cycle of the candidate has ended."""
+        if self._running.probe is not None:
+            return
         self._running.cycles.append((began, devices.moment(device)))
         if len({len(candidate.cycles) for candidate in self._left}) == 1 and self._have_passed():
             self._drop_slower()
