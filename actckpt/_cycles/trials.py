@@ -2,7 +2,8 @@
 
 All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each
 candidate per round. A candidate is eliminated if it is slower than the best one by more than the spread of the paired
-differences.
+differences; one that is predicted to be faster only after more rounds. If no difference exceeds the spread in the end,
+the prediction decides: other programs may slow down some cycles by large factors.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from actckpt.planner.plans import Plan, Raced
 
 __all__ = ["Candidate", "Trials", "trials_of"]
 
-#: Number of rounds before a candidate may be eliminated, and after which the fastest remaining one is taken.
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+#: Number of rounds before a candidate may be eliminated, before that may contradict the prediction, and of all rounds.
+_FEWEST_ROUNDS, _CONTRADICTING_ROUNDS, _MOST_ROUNDS = 3, 6, 12
 #: Resolution of device events.
 _RESOLUTION_S = 5e-7
-#: After the first round, a candidate this many times slower is eliminated at once.
+#: After the first round, a candidate this many times slower is eliminated at once, if that was predicted.
 _MUCH_SLOWER = 1.5
 
 
@@ -154,14 +155,18 @@ class Trials:
         best = min(self._left, key=lambda candidate: statistics.median(times[id(candidate)]))
         reference = times[id(best)]
 
-        def is_slower(seconds: list[float]) -> bool:
-            ratios = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+        def is_slower(candidate: Candidate) -> bool:
+            seconds = times[id(candidate)]
+            if candidate.plan.overhead_seconds < best.plan.overhead_seconds and num_rounds < _CONTRADICTING_ROUNDS:
+                return False
             if num_rounds < _FEWEST_ROUNDS:
                 return min(seconds) > _MUCH_SLOWER * min(reference)
-            spread = 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
-            return statistics.mean(ratios) - spread > 0 or num_rounds >= _MOST_ROUNDS
+            ratios = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+            return statistics.mean(ratios) > 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
 
-        self._left = [candidate for candidate in self._left if candidate is best or not is_slower(times[id(candidate)])]
+        self._left = [candidate for candidate in self._left if candidate is best or not is_slower(candidate)]
+        if num_rounds >= _MOST_ROUNDS:
+            self._left = [min(self._left, key=lambda other: (other.plan.overhead_seconds, other is not best))]
 
     def result(self) -> Plan:
         """Return the fastest plan, or the solver's if none fits, with the measurements of all of them."""
