@@ -11,10 +11,10 @@ from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, CostTable, Value
 from actckpt.planner.plans import Plan
-from actckpt.planner.simulation import simulate
+from actckpt.planner.simulation import needs, simulate
 from actckpt.planner.solving import solve
 
-__all__ = ["NOTHING", "plain_plan", "simple_plans"]
+__all__ = ["NOTHING", "plain_plan", "probe_of", "simple_plans"]
 
 NOTHING = "nothing"
 #: More memory than any machine has: with this budget everything is kept.
@@ -38,6 +38,24 @@ def simple_plans(costs: CostTable) -> Iterator[tuple[str, Plan]]:
         yield "offload", _offloaded(plain)
     for preset in ("attention", "matmuls"):
         yield f"keep {preset}", _chosen(plain, frozenset(PRESETS[preset]))
+
+
+def probe_of(plan: Plan) -> Plan | None:
+    """Return a plan that fits and shows whether a simple policy does, which is predicted not to; None: there is none.
+
+    The prediction assumes that a block replays everything, also where it replays less. The probe runs the blocks whose
+    prediction exceeds the budget as the policy does. All others drop what they can.
+    """
+    costs, dropped = plan.costs, _chosen(plan, frozenset())
+    segments = zip(costs.timeline, needs(costs, plan), strict=True)
+    in_doubt = {segment.running for segment, nbytes in segments if nbytes > plan.budget_bytes}
+    if -1 in in_doubt or any(offloaded_bytes(plan)) or any(plan.rerun):
+        return None
+    if not all(costs.blocks[block].is_recorded(plan.actions[block]) for block in in_doubt):
+        return None
+    actions = [dict((plan if block in in_doubt else dropped).actions[block]) for block in range(len(costs.stack))]
+    probe = _predicted(plan, actions)
+    return probe if probe.peak_bytes <= plan.budget_bytes else None
 
 
 def _operator(place: str) -> str:

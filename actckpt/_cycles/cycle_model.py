@@ -8,7 +8,8 @@ its backward. own_s is what the block that runs in s additionally needs in its m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from actckpt._budget.simple import plain_plan
@@ -131,18 +132,29 @@ class CycleModel:
         Args:
             predicted: peak bytes of each segment under the plan.
         """
+        for row, error in zip(self._rows, self._errors(cycle, predicted), strict=True):
+            segment = row.segment
+            mode = "" if segment.running < 0 else self._mode(plan, segment.running)
+            if error == 0 or (error < 0 and mode == _REPLAYED):  # another plan may replay other values
+                continue
+            key = row.order, segment.key, mode
+            self._corrections[key] = self._corrections.get(key, 0.0) + error
+
+    def _errors(self, cycle: Cycle, predicted: Sequence[float]) -> Iterator[float]:
+        """Yield by how much a metered cycle exceeded the prediction in each segment; 0: it did not have it."""
         order = tuple(cycle.order)
         seen = {segment.key: segment.peak_bytes + cycle.static_bytes for segment in cycle.segments()}
         for row, need in zip(self._rows, predicted, strict=True):
-            segment = row.segment
-            if row.order != order or segment.key not in seen:
-                continue
-            error = seen[segment.key] - need
-            mode = "" if segment.running < 0 else self._mode(plan, segment.running)
-            if error < 0 and mode == _REPLAYED:  # another plan may replay other values
-                continue
-            key = order, segment.key, mode
-            self._corrections[key] = self._corrections.get(key, 0.0) + error
+            yield seen.get(row.segment.key, need) - need if row.order == order else 0.0
+
+    def peak_by_probe(self, cycle: Cycle, costs: CostTable, probe: Plan, plan: Plan) -> float:
+        """Return the peak of a plan, corrected by a metered cycle under another one, in blocks that both run alike."""
+        from actckpt.planner.simulation import needs
+
+        is_alike: list[bool] = [*map(operator.eq, probe.actions, plan.actions), False]  # the last one: no block runs
+        errors = self._errors(cycle, needs(costs, probe))
+        rows = zip(self._rows, needs(costs, plan), errors, strict=True)
+        return max([need + error * is_alike[row.segment.running] for row, need, error in rows])
 
     def modes(self, plan: Plan) -> tuple[Mode, ...]:
         return tuple(self._mode(plan, call) for call in range(len(self.calls)))

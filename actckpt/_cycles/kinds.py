@@ -149,7 +149,7 @@ class Kind:
         if self._trials is None or is_smaller:
             return self.stage == "fit" and not is_smaller
         candidate = self._trials.next()
-        self._run(candidate.plan)
+        self._run(candidate.probe or candidate.plan)
         return not candidate.is_measured
 
     def settings(self, number: int, key: Any) -> Mapping[str, Settings] | None:
@@ -349,11 +349,17 @@ class Kind:
             self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:
-        assert self._trials is not None
-        if cycle.meter is not None:
-            self._trials.note_peak(cycle.peak_bytes)
-        else:
+        assert self._trials is not None and self._model is not None
+        candidate = self._trials.running
+        if cycle.meter is None:
             self._trials.note_time(cycle.began, cycle.device)
+        elif candidate.probe is None:
+            self._trials.note_peak(cycle.peak_bytes)
+        elif not self._is_alike(cycle):
+            self._trials.note_probe(candidate.peak_bytes)
+        else:
+            costs = self._solving.costs(self._model, cycle.static_bytes)
+            self._trials.note_probe(self._model.peak_by_probe(cycle, costs, candidate.probe, candidate.plan))
         if self._trials.is_over:
             self.plan, self._trials, self.stage = self._trials.result(), None, "settled"
             self._run(self.plan)

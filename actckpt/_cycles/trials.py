@@ -2,7 +2,8 @@
 
 All plans give the same bits, so trials are training steps like any other. They run in rounds, one cycle of each
 candidate per round. A candidate is eliminated if it is slower than the best one by more than the spread of the paired
-differences.
+differences; one that is predicted to be faster only after more rounds. If no difference exceeds the spread in the end,
+the prediction decides: other programs may slow down some cycles by large factors.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ import torch
 
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.fake_collectives import num_ranks
-from actckpt._budget.simple import simple_plans
+from actckpt._budget.simple import probe_of, simple_plans
 from actckpt._core import devices
 from actckpt._core.devices import Moment
 from actckpt.planner.plans import Plan, Raced
 
 __all__ = ["Candidate", "Trials", "trials_of"]
 
-#: Number of rounds before a candidate may be eliminated, and after which the fastest remaining one is taken.
-_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 12
+#: Number of rounds before a candidate may be eliminated, before that may contradict the prediction, and of all rounds.
+_FEWEST_ROUNDS, _CONTRADICTING_ROUNDS, _MOST_ROUNDS = 3, 6, 12
 #: Resolution of device events.
 _RESOLUTION_S = 5e-7
-#: After the first round, a candidate this many times slower is eliminated at once.
+#: After the first round, a candidate this many times slower is eliminated at once, if that was predicted.
 _MUCH_SLOWER = 1.5
 
 
@@ -46,6 +47,8 @@ class Candidate:
     #: Whether its peak was measured.
     is_measured: bool = False
     fits: bool = True
+    #: A plan that runs first and shows whether this one fits.
+    probe: Plan | None = None
     cycles: list[tuple[Moment, Moment]] = dataclasses.field(default_factory=list)
 
     def seconds(self) -> list[float]:
@@ -65,7 +68,9 @@ def _candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan],
             other.actions == candidate.plan.actions and other.rerun == candidate.plan.rerun for candidate in candidates
         ):
             of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
-            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=other.peak_bytes <= budget_bytes))
+            fits = other.peak_bytes <= budget_bytes
+            probe = None if fits else probe_of(of_budget)
+            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=fits, probe=probe))
     return candidates
 
 
@@ -78,20 +83,22 @@ def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], c
     if not config.race or config.pins or num_ranks() > 1:  # several ranks would have to run them in step
         return None
     candidates = _candidates_beside(plan, budget_bytes, placed)
-    return Trials(candidates, budget_bytes) if sum(candidate.fits for candidate in candidates) > 1 else None
+    num_tried = sum(candidate.fits or candidate.probe is not None for candidate in candidates)
+    return Trials(candidates, budget_bytes) if num_tried > 1 else None
 
 
 class Trials:
     """Candidates and their cycles.
 
     Args:
-        candidates: the solver's plan first; its peak is known. Those predicted not to fit are only listed.
+        candidates: the solver's plan first; its peak is known. Those predicted not to fit, and without probe, are only
+            listed.
         budget_bytes: maximum measured peak of a candidate.
     """
 
     def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
         self._all, self._budget_bytes = candidates, budget_bytes
-        self._left = [candidate for candidate in candidates if candidate.fits]
+        self._left = [candidate for candidate in candidates if candidate.fits or candidate.probe is not None]
         self._running = candidates[0]
 
     @property
@@ -113,15 +120,25 @@ class Trials:
         self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda candidate: len(candidate.cycles))
         return self._running
 
+    def note_probe(self, peak_bytes: float) -> None:
+        """A metered cycle of the candidate's probe has ended: it predicts this peak for the candidate."""
+        self._running.probe, self._running.peak_bytes = None, peak_bytes
+        self._drop_unless_fits()
+
     def note_peak(self, peak_bytes: float) -> None:
         """A metered cycle of the candidate has ended; it is not timed."""
         self._running.is_measured, self._running.peak_bytes = True, peak_bytes
-        if peak_bytes > self._budget_bytes:
-            self._running.fits = False
+        self._drop_unless_fits()
+
+    def _drop_unless_fits(self) -> None:
+        self._running.fits = self._running.peak_bytes <= self._budget_bytes
+        if not self._running.fits:
             self._left.remove(self._running)
 
     def note_time(self, began: Moment, device: torch.device) -> None:
         """An unmetered cycle of the candidate has ended."""
+        if self._running.probe is not None:
+            return
         self._running.cycles.append((began, devices.moment(device)))
         if len({len(candidate.cycles) for candidate in self._left}) == 1 and self._have_passed():
             self._drop_slower()
@@ -135,14 +152,18 @@ class Trials:
         best = min(self._left, key=lambda candidate: statistics.median(times[id(candidate)]))
         reference = times[id(best)]
 
-        def is_slower(seconds: list[float]) -> bool:
-            ratios = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+        def is_slower(candidate: Candidate) -> bool:
+            seconds = times[id(candidate)]
+            if candidate.plan.overhead_seconds < best.plan.overhead_seconds and num_rounds < _CONTRADICTING_ROUNDS:
+                return False
             if num_rounds < _FEWEST_ROUNDS:
                 return min(seconds) > _MUCH_SLOWER * min(reference)
-            spread = 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
-            return statistics.mean(ratios) - spread > 0 or num_rounds >= _MOST_ROUNDS
+            ratios = [mine / other - 1 for mine, other in zip(seconds, reference, strict=True)]
+            return statistics.mean(ratios) > 2 * statistics.stdev(ratios) / math.sqrt(num_rounds)
 
-        self._left = [candidate for candidate in self._left if candidate is best or not is_slower(times[id(candidate)])]
+        self._left = [candidate for candidate in self._left if candidate is best or not is_slower(candidate)]
+        if num_rounds >= _MOST_ROUNDS:
+            self._left = [min(self._left, key=lambda other: (other.plan.overhead_seconds, other is not best))]
 
     def result(self) -> Plan:
         """Return the fastest plan, or the solver's if none fits, with the measurements of all of them."""
