@@ -24,6 +24,8 @@ from actckpt.planner.plans import Plan
 __all__ = ["GroupBy", "ModelReport", "ModelRow", "folded", "kept_below_modes", "rows_of", "stayed", "sums_of"]
 
 GroupBy = Literal["operator", "module", "type"]
+#: How long a summary is, and the minimum number of rows in it.
+_MOST_LINES, _FEWEST_ROWS = 15, 3
 _NO_PLAN = "left out. There is no plan for a budget: actckpt.apply(model, budget=...) makes one."
 #: The entry with the highest rank decides if a storage has several.
 _RANKS = {Action.RECOMPUTE: 0, Action.OFFLOAD: 1, Action.PREFER_OFFLOAD: 1, Action.KEEP: 2}
@@ -85,6 +87,8 @@ class ModelReport:
     race_steps_left: int | None = 0
     #: The same values by module and operator, whatever `group_by` and `top`: `layers.0-31.mlp::aten.gelu.default`.
     detail_rows: tuple[ModelRow, ...] = ()
+    #: How many rows were asked for; None: all, of which `print` shows the largest.
+    top: int | None = None
 
     @property
     def kept_share(self) -> float | None:
@@ -100,15 +104,15 @@ class ModelReport:
         return {**fields, "kept_share": self.kept_share, "plan": None if self.plan is None else self.plan.to_dict()}
 
     def table(self) -> str:
-        """Return a text for people."""
-        lines = self._which_ran()
-        if self.rows:
-            header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
-            lines.append(aligned([header, *map(_cells, self.rows)], left=1))
-        lines += self._sums_and_note()
+        """Return all that is known as text. `str` is the summary: the plan, the blocks, and the largest rows."""
+        lines = [*self._which_ran(), *self._sums_and_note(), *self._shown(self.rows)]
         if self.plan is not None:
             lines += [self.plan.explain(), self.plan.table()]
         return "\n".join(lines)
+
+    def _shown(self, rows: Sequence[ModelRow]) -> list[str]:
+        header = (self.group_by, "blocks", "values", "of plain", "kept", "offloaded", "recomputed", "replays")
+        return aligned([header, *map(_cells, rows)], left=1).splitlines() if rows else []
 
     def _which_ran(self) -> list[str]:
         not_run = [name for name in self.blocks_patched if name not in self.blocks_ran]
@@ -126,12 +130,12 @@ class ModelReport:
             share = "-" if self.kept_share is None else f"{100 * self.kept_share:.0f} %"
             lines.append(
                 f"held at the end of the forward: {format_bytes(self.kept_bytes)}, {share} of the "
-                f"{format_bytes(self.plain_bytes)} of plain training"
+                f"{format_bytes(self.plain_bytes)} that plain training saves in the blocks"
             )
         if self.note:
             lines.append(self.note)
         if self.race_steps_left:
-            steps = f"the next {self.race_steps_left} steps"
+            steps = f"at most the next {self.race_steps_left} steps"
             lines.append(f"Trials: {steps} run this plan and simple choices in turn; the fastest one is kept.")
         return lines
 
@@ -167,7 +171,16 @@ class ModelReport:
         return tables_as_html([*self._which_ran(), *self._sums_and_note(), *plan], [_html_table(self.detail_rows)])
 
     def __str__(self) -> str:
-        return self.table()
+        lines = [*self._which_ran(), *self._sums_and_note()]
+        if self.plan is not None:
+            from actckpt.planner.explanation import summary  # which imports the solver: slow
+
+            start = int(self.heading != "")
+            lines[start:start] = summary(self.plan)
+        num_free = _MOST_LINES - 2 - sum(1 + line.count("\n") for line in lines)
+        num_rows = len(self.rows) if self.top is not None else max(num_free, _FEWEST_ROWS)
+        more = ["Everything: print(report.table())"] * (self.plan is not None or num_rows < len(self.rows))
+        return "\n".join([*lines, *self._shown(self.rows[:num_rows]), *more])
 
 
 def _cells(row: ModelRow) -> tuple[str, ...]:

@@ -7,19 +7,20 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from actckpt._blocks.choosing import chosen_blocks
-from actckpt._blocks.finding import has_forward
+from actckpt._blocks.finding import has_forward, repeated_blocks
+from actckpt._blocks.key_value_caches import is_checkpointing_layer
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._core import torch_private
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._text.sizes import format_bytes
 
-__all__ = ["MadeOutside", "OutsideModules", "advice", "blocks_argument"]
+__all__ = ["MadeOutside", "OutsideModules", "advice", "blocks_argument", "smaller_blocks"]
 
 #: Maximum number of named modules, and the minimum share of each.
 _MAX_NAMES, _LEAST_SHARE = 3, 0.1
@@ -189,3 +190,19 @@ def advice(
         added = "it" if len(rows) == 1 else ", ".join(inner)
         return f"{what}: add {added} with {blocks_argument(model, inner, blocks)}"
     return f"{what}: call that in one module, such as a torch.nn.Sequential, and add it with blocks=[...]"
+
+
+def smaller_blocks(model: torch.nn.Module, blocks: Container[str]) -> str:
+    """Return what to pass for smaller blocks, by type where that names the same ones; empty if there are none."""
+    smaller: dict[str, torch.nn.Module] = {}
+    for name, block in model.named_modules():
+        if name in blocks:
+            is_whole = is_checkpointing_layer(block) or torch_private.call_of_compiled(block) is not None
+            parts = {} if is_whole else repeated_blocks(block)
+            smaller |= {f"{name}.{part}": module for part, module in parts.items()} or {name: block}
+    if all(name in blocks for name in smaller):
+        return ""
+    types = list(dict.fromkeys(map(type, smaller.values())))
+    are_alike = chosen_blocks(model, types).keys() == smaller.keys()
+    by_type = f"blocks=[{', '.join(kind.__name__ for kind in types)}]"
+    return f"Smaller blocks may need less: {by_type if are_alike else blocks_argument(model, [], smaller)}"

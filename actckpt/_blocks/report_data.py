@@ -71,6 +71,7 @@ class ReportData:
             race_steps_left=0 if is_removed else self.race_steps_left,
             note=self.note,
             heading=_REMOVED if is_removed else "",
+            top=top,
             **sums_of(self.entries),
         )
 

@@ -303,7 +303,7 @@ def _written(report: Any, path: Path) -> str:
         if path.suffix == ".html":
             report.to_html(path)
         else:
-            path.write_text(f"{report}\n", encoding="utf-8")
+            path.write_text(f"{report.table()}\n", encoding="utf-8")
     except OSError as error:
         return f"The report was not written: {error}"
     return f"The report is in {path}."

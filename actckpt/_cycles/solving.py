@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import torch
 
-from actckpt._blocks.outside import advice
+from actckpt._blocks.outside import advice, smaller_blocks
 from actckpt._budget.bandwidth import is_linked, pins_offload, with_links
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.offloading import solved
@@ -86,7 +86,7 @@ class Solving:
         error: PlanInfeasibleError,
         budget_bytes: float,
         static_bytes: float,
-        blocks: Iterable[str],
+        blocks: Collection[str],
     ) -> PlanInfeasibleError:
         """Return the solver's error in the user's terms: the budget as written, and parts of the model by name."""
         least_bytes = error.smallest_bytes or 0.0
@@ -95,7 +95,8 @@ class Solving:
         num_forwards = 1 + max(call.forward for call in model.calls)
         several = f"{num_forwards} forwards of the model are part of the step before backward has ended"
         advised = advice(model.made_outside, self._module, blocks, error.smallest_bytes)
-        holds = ". ".join(filter(None, (error.holds, several * (num_forwards > 1), advised)))
+        smaller = smaller_blocks(self._module, blocks)
+        holds = ". ".join(filter(None, (error.holds, several * (num_forwards > 1), smaller, advised)))
         return PlanInfeasibleError(
             f"No plan fits into {format_bytes(budget_bytes)} ({self._config.text}): the smallest budget is "
             f"{format_bytes(smallest_bytes)} ({smallest_bytes} bytes). {holds}. Pass that budget or a larger one, or "

@@ -15,9 +15,10 @@ from actckpt.action import Action
 from actckpt.planner.costs import BLOCK_INPUT, Value
 from actckpt.planner.memory_parts import say_peak
 from actckpt.planner.plans import Plan
+from actckpt.planner.simulation import needs
 from actckpt.planner.solving import solve
 
-__all__ = ["explained", "plan_table", "values_table"]
+__all__ = ["explained", "plan_table", "summary", "values_table"]
 
 #: What the next GiB would buy; a tenth of the budget where that is less.
 _MORE_BYTES = 2**30
@@ -82,11 +83,11 @@ def _of(plan: Plan, entries: list[int]) -> str:
     return f"{listed(modules)}, {len(entries)} calls"
 
 
-def say_blocks(plan: Plan, entries: list[int]) -> str:
+def say_blocks(plan: Plan, entries: Iterable[int]) -> str:
     """Say which blocks these are: by name, where the plan knows a model, else how many of which class."""
     if plan.block_names is not None:
         return _listed_entries(plan, entries)
-    return f"{len(entries)} blocks {plan.costs.stack[entries[0]]!r}"
+    return ", ".join(f"{len(alike)} blocks {plan.costs.stack[alike[0]]!r}" for alike in folded(plan, entries))
 
 
 def _listed_entries(plan: Plan, entries: Iterable[int]) -> str:
@@ -136,10 +137,19 @@ def plan_table(plan: Plan) -> str:
 
 
 def explained(plan: Plan) -> str:
-    """Say what sets the peak, what is done with which values and why, and what more memory would buy."""
-    peak = f"Peak {format_bytes(plan.peak_bytes)}, {say_peak(plan)}."
-    lines = [_times(plan), peak, *_offloaded(plan), *_recomputed(plan), *_whole_blocks(plan)]
-    return "\n".join([*lines, *_without_reruns(plan), *_raced(plan), *_other_budgets(plan)])
+    """Say what sets the peak, what is done in which blocks, and what more memory would buy."""
+    return "\n".join([*summary(plan), *_without_reruns(plan), *_other_budgets(plan)])
+
+
+def summary(plan: Plan) -> list[str]:
+    """Return the lines of `explained` that need no other plan."""
+    return [_times(plan), _peak(plan), *_values_by_action(plan), *_whole_blocks(plan), *_raced(plan)]
+
+
+def _peak(plan: Plan) -> str:
+    """Say when the peak is, and what is in memory then: parts are those of the predicted peak."""
+    peak, predicted = format_bytes(plan.peak_bytes), format_bytes(max(needs(plan.costs, plan)))
+    return f"Peak {peak}{'' if peak == predicted else f' measured; predicted {predicted}'}, {say_peak(plan)}."
 
 
 def _raced(plan: Plan) -> Iterator[str]:
@@ -153,7 +163,9 @@ def _raced(plan: Plan) -> Iterator[str]:
 
 
 def _times(plan: Plan) -> str:
-    text = f"Budget {format_bytes(plan.budget_bytes)}: a step takes {format_seconds(plan.step_seconds)}"
+    text = f"Budget {format_bytes(plan.budget_bytes)}: forward and backward are predicted to take "
+    tried = [row.seconds for row in plan.race if row.name == plan.chosen and row.seconds is not None]
+    text += format_seconds(plan.step_seconds) + (f" (in trials {format_seconds(tried[0])})" if tried else "")
     if plan.overhead_seconds == 0.0:
         return f"{text}, no longer than with everything kept."
     entries = list(zip(plan.costs.blocks, plan.actions, strict=True))
@@ -170,6 +182,8 @@ def _times(plan: Plan) -> str:
 
 def _best(plan: Plan) -> str:
     """Say how much less another plan for this budget could add, by the same costs, and what this one leaves of it."""
+    if plan.chosen != "plan":  # solved plans are predicted to be faster
+        return "Trials chose it."
     left = plan.budget_bytes - plan.peak_bytes
     is_left = left > _LEFT * plan.budget_bytes
     if plan.overhead_seconds - plan.bound_seconds <= _ROUNDING * plan.plain_seconds:
@@ -188,32 +202,17 @@ def _share(plan: Plan, seconds: float) -> str:
     return f"{format_seconds(seconds)}{share}"
 
 
-def _groups(plan: Plan, action: Action) -> Iterator[tuple[str, Row, list[int]]]:
-    """Yield which value of which blocks has an action, in words, its row, and these entries."""
-    for row in rows(plan):
-        chosen = row.chosen(plan, action)
-        if chosen:
-            where = f"of {row.of!r} in {len(chosen)} of {len(row.entries)} blocks"
-            yield where if plan.blocks is None else f"in {say_blocks(plan, chosen)}", row, chosen
-
-
-def _offloaded(plan: Plan) -> Iterator[str]:
-    for where, row, chosen in _groups(plan, Action.OFFLOAD):
-        value = row.value
-        again_s, offload_s = (row.seconds(plan, chosen, what) for what in ("recompute_s", "offload_s"))
-        other = f"computing it again would take {format_seconds(again_s)}, and what its inputs take"
-        why = other if value.replayable else "it cannot be computed again"
-        total = format_bytes(len(chosen) * value.nbytes)
-        beside = f", {format_seconds(offload_s)} beside the copies" if offload_s else ""
-        yield f"Offloaded: {value.name} {where} ({total} out and back{beside}): {why}."
-
-
-def _recomputed(plan: Plan) -> Iterator[str]:
-    for where, row, chosen in _groups(plan, Action.RECOMPUTE):
-        if row.value.needed:
-            total = format_bytes(len(chosen) * row.value.nbytes)
-            seconds = format_seconds(row.seconds(plan, chosen, "recompute_s"))
-            yield f"Recomputed: {row.value.name} {where} ({total}): {seconds}."
+def _values_by_action(plan: Plan) -> Iterator[str]:
+    for action, what, how in ((Action.OFFLOAD, "Offloaded", " out and back"), (Action.RECOMPUTE, "Recomputed", "")):
+        chosen = [(row, entries) for row in rows(plan) if row.value.needed and (entries := row.chosen(plan, action))]
+        if not chosen:
+            continue
+        num = sum(len(entries) for _, entries in chosen)
+        seconds = sum(row.seconds(plan, entries, f"{action.value}_s") for row, entries in chosen)
+        took = f", {format_seconds(seconds)}{' beside the copies' * (action is Action.OFFLOAD)}" if seconds else ""
+        nbytes = format_bytes(sum(len(entries) * row.value.nbytes for row, entries in chosen))
+        where = say_blocks(plan, sorted({index for _, entries in chosen for index in entries}))
+        yield f"{what}: {num} value{'s' * (num != 1)} in {where} ({nbytes}{how}{took})."
 
 
 def _whole_blocks(plan: Plan) -> Iterator[str]:
@@ -226,20 +225,17 @@ def _whole_blocks(plan: Plan) -> Iterator[str]:
     }
     reruns = {index: block.rerun_seconds for index, (block, _, rerun) in enumerate(entries) if rerun}
     for what, seconds in (("Recorded, so that not all of it is kept", recorded), ("Run again as a whole", reruns)):
-        for chosen in folded(plan, seconds):
-            total = format_seconds(sum(seconds[index] for index in chosen))
-            yield f"{what}: {say_blocks(plan, chosen)}: {total}."
+        if seconds:
+            yield f"{what}: {say_blocks(plan, seconds)}: {format_seconds(sum(seconds.values()))}."
 
 
 def _without_reruns(plan: Plan) -> Iterator[str]:
     """Say which blocks could not be run again, where that might have been of use."""
-    found: dict[tuple[str, str], list[int]] = {}
-    if plan.overhead_seconds:
-        for index, block in enumerate(plan.costs.blocks):
-            if block.no_rerun:
-                class_name = plan.costs.stack[index] if plan.block_names is None else ""
-                found.setdefault((block.no_rerun, class_name), []).append(index)
-    for (why, _), chosen in found.items():
+    found: dict[str, list[int]] = {}
+    for index, block in enumerate(plan.costs.blocks):
+        if block.no_rerun and plan.overhead_seconds:
+            found.setdefault(block.no_rerun, []).append(index)
+    for why, chosen in found.items():
         yield f"Never run again as a whole: {say_blocks(plan, chosen)}: {why}."
 
 
@@ -248,11 +244,12 @@ def _other_budgets(plan: Plan) -> Iterator[str]:
     if plan.peak_bytes > plan.budget_bytes:
         yield f"No plan fits this budget: this one needs least, {format_bytes(plan.peak_bytes)}."
         return
+    if plan.chosen != "plan":  # it won by measured times, which other budgets do not have
+        return
     change, rounding = min(_MORE_BYTES, plan.budget_bytes / 10), _ROUNDING * plan.plain_seconds
     if plan.overhead_seconds:
         more = solve(plan.costs, budget=plan.budget_bytes + change, pins=dict(plan.pins))
-        now = plan.overhead_seconds if plan.chosen == "plan" else plan.bound_seconds  # another won by its measured time
-        saved = max(now - more.overhead_seconds, 0.0)
+        saved = max(plan.overhead_seconds - more.overhead_seconds, 0.0)
         peak = f": that plan has a peak of {format_bytes(more.peak_bytes)}" if saved > rounding else ""
         yield f"{format_bytes(change)} more would save {_time(plan, saved)}{peak}."
     try:

@@ -126,7 +126,7 @@ class Plan:
         return tuple(name or kind for name, kind in zip(calls_named(self.blocks), self.costs.stack, strict=True))
 
     def explain(self) -> str:
-        """Say in words what sets the peak, what is done with which values and why, and what more memory would buy.
+        """Say in words what sets the peak, what is done in which blocks, and what more memory would buy.
 
         Cost: solves the problem twice more, with other budgets.
         """

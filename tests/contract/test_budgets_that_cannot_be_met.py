@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 import warnings
 from typing import Any
@@ -92,6 +93,26 @@ def test_the_blocks_that_the_warning_names_make_a_smaller_budget_fit() -> None:
     assert actckpt.apply(model, activation_budget=budget, blocks=blocks, race=False)[0] == "stem"
     told, peak = _warned(model, 3)
     assert not told and peak <= budget < before
+
+
+def _of_modules(channels: int) -> nn.Module:
+    conv, norm = nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)
+    return nn.Sequential(conv, norm, nn.GELU(), *copy.deepcopy((conv, norm)), nn.GELU())
+
+
+@pytest.mark.parametrize(("kind", "named"), [(Residual, "[Residual]"), (_of_modules, "['*.*']")])
+def test_the_smaller_blocks_that_the_warning_names_need_less(kind: Any, named: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 1), *(nn.Sequential(*(kind(32) for _ in range(4))) for _ in range(2)))
+    texts = []
+    for blocks in (["1", "2"], eval(named)):
+        actckpt.apply(model, activation_budget=1, blocks=blocks, race=False)
+        with pytest.warns(actckpt.ActckptWarning) as told:
+            for _ in range(3):
+                _step(model)
+        texts.append(str(told[0].message))
+        actckpt.remove(model)
+    assert f"Smaller blocks may need less: blocks={named}. " in texts[0] and "Smaller blocks" not in texts[1]
+    assert _smallest(texts[1]) < _smallest(texts[0])
 
 
 def test_a_larger_batch_that_does_not_fit_runs_and_warns_once() -> None:

@@ -437,3 +437,21 @@ def test_the_last_report_holds_neither_the_model_nor_a_tensor() -> None:
     assert not any(ref() is not None for ref in gone) and found.rows
     with pytest.raises(actckpt.errors.BlocksError, match="none of"):
         actckpt.report(nn.Linear(2, 2))
+
+
+def test_a_printed_report_is_short_with_the_plan_first_and_shows_the_rest_on_request() -> None:
+    model, x = _budgeted()
+    for _ in range(3):
+        model(x).sum().backward()
+    found = actckpt.report(model, group_by="module")
+    lines, everything = str(found).splitlines(), found.table()
+    assert len(lines) <= 15 < len(everything.splitlines())
+    assert lines[:2] == found.plan.explain().splitlines()[:2]
+    header = next(number for number, line in enumerate(lines) if line.startswith("module "))
+    shown = lines[header + 1 : -1]
+    assert shown and [line.split()[0] for line in shown] == [row.name.split()[0] for row in found.rows[: len(shown)]]
+    assert lines[-1] == "Everything: print(report.table())"
+    assert all(f"\n{row.name} " in everything for row in found.rows)
+    assert found.plan.explain() in everything and found.plan.table() in everything
+    many = actckpt.report(model, group_by="module", top=100)
+    assert all(f"\n{row.name} " in str(many) for row in many.rows) and many.rows

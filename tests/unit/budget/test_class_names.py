@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from budget_programs import Net
 import actckpt
 from actckpt import planner
 from actckpt._cycles.cycle_model import class_names
+from actckpt._text.listed import listed
 from actckpt.planner.costs import BlockClass
 
 
@@ -59,15 +60,19 @@ def _numbers(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def _values(actions: Mapping[str, actckpt.Action]) -> list[actckpt.Action]:
-    return [action for name, action in actions.items() if name != "x0"]
-
-
 def test_the_explanation_has_the_names_of_blocks(plan: actckpt.Plan) -> None:
-    rows = zip(plan.block_names or (), plan.rerun, plan.actions, strict=True)
-    dropped = [name for name, rerun, each in rows if rerun or actckpt.Action.RECOMPUTE in _values(each)]
+    entries = list(zip(plan.block_names or (), plan.rerun, plan.actions, plan.costs.blocks, strict=True))
+    drops = [
+        any(v.needed and actions[v.name] is actckpt.Action.RECOMPUTE for v in block.values)
+        for *_, actions, block in entries
+    ]
     text = plan.explain()
-    assert dropped and all(f"blocks.{name[-1]}" in text or f", {name[-1]}" in text for name in dropped)
+    for is_rerun in (False, True):
+        names = [
+            name for (name, rerun, *_), dropped in zip(entries, drops, strict=True) if dropped and rerun is is_rerun
+        ]
+        assert f" {listed(names)}" in text
+    assert any(drops)
     assert " of block " not in text and "blocks '" not in text
     no_model = dataclasses.replace(plan, blocks=None, places=None)
     assert " of block " in no_model.explain() and "count from 0" in no_model.table()

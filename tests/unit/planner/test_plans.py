@@ -125,14 +125,16 @@ def test_explain_says_what_sets_the_peak_and_what_more_would_buy(llama: SimpleNa
     table = {**llama.shape_8b(), "fixed_bytes": 3 * 2**30}
     plan = solve(table, budget=12 * 2**30)
     lines = plan.explain().splitlines()
-    assert lines[0].startswith("Budget 12.00 GiB: a step takes ") and "computing again" in lines[0]
+    assert lines[0].startswith("Budget 12.00 GiB: forward and backward are predicted to take ")
+    assert "computing again" in lines[0]
     assert f"No plan for this budget is predicted to add less than {1000 * plan.bound_seconds:.2f} ms (" in lines[0]
     assert "leaves" not in lines[0]
     assert lines[1].startswith("Peak 12.00 GiB, in backward of block 31 of 32 ('block'): 1.28 GiB its working set")
     assert "3.00 GiB fixed" in lines[1] and "kept by blocks" in lines[1]
-    offloaded = next(line for line in lines if line.startswith("Offloaded: x0 of 'block' in "))
-    assert offloaded.endswith("it cannot be computed again.")
-    assert any(line.startswith("Recomputed: norm1 of 'block' in ") for line in lines)
+    offloaded = [sum(action is Action.OFFLOAD for action in actions.values()) for actions in plan.actions]
+    where = f"{sum(offloaded)} values in {sum(map(bool, offloaded))} blocks 'block' ("
+    assert lines[2].startswith(f"Offloaded: {where}") and len(lines) == 6
+    assert lines[3].startswith("Recomputed: ")
     more, less = (solve(table, budget=(12 + change) * 2**30) for change in (1, -1))
     saved, lost = plan.overhead_seconds - more.overhead_seconds, less.overhead_seconds - plan.overhead_seconds
     assert lines[-2].startswith(f"1.00 GiB more would save {1000 * saved:.2f} ms (")
@@ -207,8 +209,20 @@ def test_explain_says_what_offloading_takes_beside_its_copies() -> None:
         table = _blocks(2, working_set_bytes=30, values=values)
         text = solve({**table, "d2h_bytes_per_s": 100.0, "h2d_bytes_per_s": 100.0}, budget=30).explain()
         assert ("750.00 ms computing again and offloading" in text) is is_said
-        line = "Offloaded: v0 of 'block' in 1 of 2 blocks (10 B out and back, 250.00 ms beside the copies)"
+        line = "Offloaded: 3 values in 1 blocks 'block' (30 B out and back, 750.00 ms beside the copies)."
         assert (line in text) is ("beside the copies" in text) is is_said
+
+
+def test_explain_of_a_plan_that_won_its_trials_does_not_compare_it_with_predictions() -> None:
+    plan = solve(_blocks(5), budget=5 * 21 - 20)
+    race = (Raced("plan", 1, fits=True, seconds=64.0), Raced("keep a", 1, fits=True, seconds=63.0, ratio=0.98))
+    won = dataclasses.replace(plan, race=race, chosen="keep a", bound_seconds=0.0, peak_bytes=plan.peak_bytes - 3)
+    assert re.fullmatch(
+        r"Budget 85 B: .* take 62\.00 s \(in trials 63\.00 s\), 2\.00 s \(3\.33 %\) more .* Trials chose it\.\n"
+        rf"Peak {won.peak_bytes:.0f} B measured; predicted {plan.peak_bytes:.0f} B, in .*\n"
+        r"Recomputed: 2 values in 2 blocks 'block' \(20 B, 2\.00 s\)\.\nRaced, .* Fastest: keep a\.",
+        won.explain(),
+    )
 
 
 def test_what_a_race_showed_is_printed_in_short() -> None:
