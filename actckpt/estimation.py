@@ -41,6 +41,7 @@ ERROR_OF_SECONDS = (
     "Seconds are those of large kernels. Measured on GPUs: 1 to 3 % off where matmuls dominate (a Llama), "
     "55 % too short where convolutions do (a UNet)."
 )
+NO_OPTIMIZER = "They are those of forward and backward: the step runs no optimizer."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class EstimatedPolicy:
         seconds: of one step of large kernels, by the rates of the target (docs/estimate-accuracy.md).
         recompute_seconds: of these, recomputation.
         stall_seconds: of these, waiting for the link.
+        host_bytes: peak of what is offloaded to the memory of the host.
         flops: floating-point operations of matrix products, convolutions and attention.
         held_bytes: live bytes when the forward of the model returns, beyond those before the step.
         peak_bytes: peak of the live bytes beyond those before the step, without gradients of parameters: what `compare`
@@ -66,6 +68,7 @@ class EstimatedPolicy:
     seconds: float
     recompute_seconds: float
     stall_seconds: float
+    host_bytes: int
     flops: int
     held_bytes: int
     peak_bytes: int
@@ -82,6 +85,7 @@ class Estimate:
         target: the device.
         model_bytes, gradient_bytes, optimizer_bytes: of parameters and buffers, of their gradients after a step, and of
             the optimizer state.
+        runs_optimizer: whether the step runs an optimizer, whose seconds count then.
         notes: assumptions that may not hold on the device.
     """
 
@@ -90,6 +94,7 @@ class Estimate:
     model_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
+    runs_optimizer: bool
     notes: tuple[str, ...]
 
     def __getitem__(self, name: str) -> EstimatedPolicy:
@@ -107,7 +112,7 @@ class Estimate:
     def table(self) -> str:
         """Return a table, one line per policy, and the assumptions."""
         plain = self.rows[0]
-        lines = [("policy", "step", "x none", "recompute", "waits", "held", "peak", "of none", "all")]
+        lines = [("policy", "step", "x none", "recompute", "waits", "held", "peak", "of none", "all", "host")]
         for row in self.rows:
             lines.append(
                 (
@@ -120,6 +125,7 @@ class Estimate:
                     format_bytes(row.peak_bytes),
                     f"{100 * row.peak_bytes / max(plain.peak_bytes, 1):.0f} %",
                     format_bytes(row.total_peak_bytes),
+                    format_bytes(row.host_bytes),
                 )
             )
         parts = [f"parameters and buffers {format_bytes(self.model_bytes)}"]
@@ -127,7 +133,8 @@ class Estimate:
         if self.optimizer_bytes:
             parts.append(f"optimizer {format_bytes(self.optimizer_bytes)}")
         what = f"Estimated for {self.target.name}; all: with {', '.join(parts)}."
-        return "\n".join([aligned(lines, left=1), what, ERROR_OF_SECONDS, *self.notes])
+        notes = self.notes if self.runs_optimizer else (NO_OPTIMIZER, *self.notes)
+        return "\n".join([aligned(lines, left=1), what, ERROR_OF_SECONDS, *notes])
 
     def __str__(self) -> str:
         return self.table()
@@ -218,6 +225,7 @@ def estimate_with(
             seconds=row.busy_seconds + row.stall_seconds,
             recompute_seconds=max(0.0, row.busy_seconds - plain.busy_seconds),
             stall_seconds=row.stall_seconds,
+            host_bytes=row.host_bytes,
             flops=row.flops,
             held_bytes=row.held_bytes,
             peak_bytes=row.peak_bytes,
@@ -232,6 +240,7 @@ def estimate_with(
         model_bytes=stepper.model_bytes,
         gradient_bytes=stepper.gradient_bytes,
         optimizer_bytes=stepper.optimizer_bytes,
+        runs_optimizer=stepper.runs_optimizer,
         notes=_notes(plain, target),
     )
 

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from actckpt._commands.messages import check_unit, number, slow
+from actckpt._commands.messages import number, slow
 from actckpt._commands.running import budget_of
 from actckpt._commands.scripts import FORM, Script, add_policies, add_sizes, in_one_line, policies_of, sizes_of
 
 __all__ = ["add_estimate"]
 
-_RESERVE = 0.05
 _SEQUENCE_TOLERANCE = 0.005
 #: A torch warning for models that copy their layers (`TransformerEncoder`): each copy reads the tensor's address.
 _COPIES = "Accessing the data pointer of FakeTensor is deprecated"
@@ -50,7 +49,7 @@ def add_estimate(commands: Any) -> None:
         "--budget",
         metavar="SIZE",
         help="the fastest plan that fits, too: most memory at any time: 70GiB, a share of the target's memory (0.9), "
-        "or auto; with --find the limit, a size (default: the target's memory less 5 %%)",
+        "or auto; with --find the limit of all policies (default: auto, the target's memory less 5 %%)",
     )
     option("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_run, parser=parser)
@@ -64,28 +63,28 @@ def _run(args: argparse.Namespace) -> int:
             return command.find() if args.find else command.estimate()
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Raise if an option would be ignored, or is no size."""
-    if args.find is not None and (size := getattr(args, args.find)) is not None:
-        raise ValueError(f"--{args.find} {size} beside --find {args.find}, which looks for it. Leave one of them out.")
-    if args.budget is not None and args.find is not None:
-        check_unit(args.budget)
-
-
 class _Command:
     """One run of the command."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None]) -> None:
-        from actckpt._text.sizes import parse_bytes
+        import torch
+
+        from actckpt._budget.sizes import budget_bytes
+        from actckpt._core.simulated import simulating
         from actckpt.comparison import named_policies
 
         self._args, self._say, self._sizes = args, say, sizes_of(args)
-        _check(args)
+        if args.find is not None and (size := getattr(args, args.find)) is not None:
+            raise ValueError(
+                f"--{args.find} {size} beside --find {args.find}, which looks for it. Leave one of them out."
+            )
         self._target = _target(args)
         self._policies = named_policies(policies_of(args), "--policy", offloads=not self._target.is_cpu)
-        self._budget = int(self._target.memory_bytes * (1 - _RESERVE))
-        if args.budget is not None and args.find is not None:
-            self._budget = parse_bytes(args.budget, what="--budget")
+        self._tolerance = _SEQUENCE_TOLERANCE if args.find == "seq" else 0.0
+        if args.find is not None:
+            with simulating(lambda: 0.0, self._target.memory_bytes):
+                limit = budget_of(args).get("budget", "auto")
+                self._budget = int(budget_bytes(limit, torch.device("cpu"), held_bytes=0.0))
         elif args.budget is not None:
             self._policies[f"budget {args.budget}"] = budget_of(args)
 
@@ -129,44 +128,88 @@ class _Command:
 
     def find(self) -> int:
         """Print the largest size that fits, per policy."""
+        from actckpt.errors import BlocksError, PlanInfeasibleError
+
         rows = [self._largest(name, options) for name, options in {"none": None, **self._options()}.items()]
+        note = ""
+        if self._args.policy is None:
+            try:
+                rows.append(self._largest_planned())
+            except (BlocksError, PlanInfeasibleError) as error:
+                note = f"No row for a budget: {error}"
         if self._args.json:
             print(json.dumps({"find": self._args.find, "budget_bytes": self._budget, "rows": rows}, indent=1))
         else:
-            print(self._table(rows))
+            print(self._table(rows, note))
         return 0 if any(row["size"] for row in rows) else 1
 
     def _largest(self, name: str, options: dict[str, Any] | None) -> dict[str, Any]:
-        from actckpt._estimate.largest import largest_that_fits
-
-        what = self._args.find
         figures_by_size: dict[int, Any] = {}
 
-        def peak(size: int) -> int:
-            self._say(f"{name}, {what} {size}")
-            figures_by_size[size] = self._stepper.run(self._step(**{what: size}), options)
+        def peak(step: Callable[[], object], size: int) -> int:
+            figures_by_size[size] = self._stepper.run(step, options)
             return int(figures_by_size[size].total_peak_bytes)
 
-        tolerance = _SEQUENCE_TOLERANCE if what == "seq" else 0.0
-        size = largest_that_fits(peak, self._budget, tolerance=tolerance)
-        figures = figures_by_size[size or 1]
-        seconds = figures.busy_seconds + figures.stall_seconds
-        return {"name": name, "size": size, "total_peak_bytes": figures.total_peak_bytes, "seconds": seconds}
+        size = self._searched(name, peak)
+        return _row(name, size, figures_by_size[size or 1])
 
-    def _table(self, rows: list[dict[str, Any]]) -> str:
+    def _largest_planned(self) -> dict[str, Any]:
+        """Return the row of the largest size for which a plan fits; one per cent beyond a first guess is not tried."""
+        from actckpt.errors import PlanInfeasibleError
+
+        guess = self._searched("budget", lambda step, _: self._stepper.smallest_budget(step, self._args.blocks))
+        size, end, row = 0, 2 + int(1.01 * guess), None
+        middle = max(guess, 1)
+        while end - size > 1 + self._tolerance * size:
+            larger = None
+            with contextlib.suppress(PlanInfeasibleError):
+                larger = self._planned(middle, self._budget)
+            if larger is not None and larger["total_peak_bytes"] <= self._budget:
+                size, row = middle, larger
+            else:
+                end = middle
+            middle = (size + end) // 2
+        if row is None:
+            least = self._stepper.smallest_budget(self._step(**{self._args.find: 1}), self._args.blocks)
+            row = {**self._planned(1, least), "size": 0}
+        return row
+
+    def _planned(self, size: int, budget: int) -> dict[str, Any]:
+        self._say(f"budget, {self._args.find} {size}")
+        step = self._step(**{self._args.find: size})
+        plan = self._stepper.planned(step, {"budget": budget, "blocks": self._args.blocks}, "--budget")
+        return _row("budget", size, self._stepper.run(step, {"policy": plan}))
+
+    def _searched(self, name: str, peak: Callable[[Callable[[], object], int], int]) -> int:
+        """Return the largest size whose peak, of a step of that size, is within the limit."""
+        from actckpt._estimate.largest import largest_that_fits
+
+        def peak_of(size: int) -> int:
+            self._say(f"{name}, {self._args.find} {size}")
+            return peak(self._step(**{self._args.find: size}), size)
+
+        return largest_that_fits(peak_of, self._budget, tolerance=self._tolerance)
+
+    def _table(self, rows: list[dict[str, Any]], note: str) -> str:
         from actckpt._text.sizes import format_bytes, format_seconds
         from actckpt._text.tables import aligned
-        from actckpt.estimation import ERROR_OF_SECONDS
+        from actckpt.estimation import ERROR_OF_SECONDS, NO_OPTIMIZER
 
-        lines = [("policy", f"largest {self._args.find}", "all", "step", f"step / {self._args.find}")]
+        lines = [("policy", f"largest {self._args.find}", "all", "host", "step", f"step / {self._args.find}")]
         for row in rows:
             size, each = str(row["size"] or "not even 1"), row["seconds"] / (row["size"] or 1)
             seconds = format_seconds(row["seconds"]), format_seconds(each)
-            lines.append((row["name"], size, format_bytes(row["total_peak_bytes"]), *seconds))
-        limits = (
-            f"Estimated for {self._target.name} within {format_bytes(self._budget)}; the host's memory has no limit."
-        )
-        return f"{aligned(lines, left=1)}\n{limits}\n{ERROR_OF_SECONDS}"
+            sizes = format_bytes(row["total_peak_bytes"]), format_bytes(row["host_bytes"])
+            lines.append((row["name"], size, *sizes, *seconds))
+        budget, no_optimizer = format_bytes(self._budget), "" if self._stepper.runs_optimizer else NO_OPTIMIZER
+        limits = f"Estimated for {self._target.name} within {budget}; the host's memory has no limit."
+        return "\n".join(filter(None, [aligned(lines, left=1), limits, ERROR_OF_SECONDS, no_optimizer, note]))
+
+
+def _row(name: str, size: int, figures: Any) -> dict[str, Any]:
+    seconds = figures.busy_seconds + figures.stall_seconds
+    sizes = {"total_peak_bytes": figures.total_peak_bytes, "host_bytes": figures.host_bytes}
+    return {"name": name, "size": size, **sizes, "seconds": seconds}
 
 
 def _target(args: argparse.Namespace) -> Any:

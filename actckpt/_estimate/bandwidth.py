@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import weakref
 from collections import deque
@@ -62,18 +63,25 @@ class Link:
         self._out_free_s = self._in_free_s = 0.0
         self._writing: deque[_Ticket] = deque()
         self._tickets: list[weakref.ref[_Ticket]] = []
-        self._ahead_bytes = self._put_bytes = self._largest = 0
+        self._ahead_bytes = self._put_bytes = self._largest = self._stored_bytes = 0
+        #: Peak of the bytes in host memory.
+        self.host_bytes = 0
 
     def put(self, source: _Storage) -> _Ticket:
         """Start to write bytes."""
         self._out_free_s = max(self._out_free_s, self._clock.seconds) + source.nbytes() / self._bytes_per_s
         ticket = _Ticket(source, len(self._tickets), self._out_free_s)
-        self._tickets.append(weakref.ref(ticket))
+        self._tickets.append(weakref.ref(ticket, functools.partial(self._drop, ticket.nbytes)))
+        self._stored_bytes += ticket.nbytes
+        self.host_bytes = max(self.host_bytes, self._stored_bytes)
         self._writing.append(ticket)
         self._put_bytes += ticket.nbytes
         self._largest = max(self._largest, ticket.nbytes)
         self._settle()
         return ticket
+
+    def _drop(self, nbytes: int, _: object) -> None:
+        self._stored_bytes -= nbytes
 
     def _window(self) -> int:
         """The window, as in csrc/engine/window.h."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from actckpt._blocks.applied import find_blocks
 from actckpt._budget.budget_config import BudgetConfig
@@ -25,6 +27,7 @@ from actckpt._estimate.fakes import Fakes
 from actckpt._estimate.roofline import Clock
 from actckpt._estimate.targets import Target
 from actckpt._offload.session import DEFAULT_MIN_BYTES
+from actckpt._rerun.audit import without_audits
 from actckpt._text.sizes import parse_bytes
 from actckpt.blocks import apply, remove
 from actckpt.errors import PlanInfeasibleError
@@ -48,6 +51,7 @@ class Figures:
     flops: int
     busy_seconds: float
     stall_seconds: float
+    host_bytes: int
     blocks: int
     num_math_attention: int
 
@@ -64,20 +68,22 @@ class Stepper:
         self, fakes: Fakes, target: Target, model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...] = ()
     ) -> None:
         self._fakes, self._target, self._model, self._optimizers = fakes, target, model, optimizers
-        self._replacing = fakes.replacing(model, optimizers)
+        self._contexts = contextlib.ExitStack()
         self._parameters: list[nn.Parameter] = []
         self._owned: list[Tensor] = []
         self._gradients: dict[int, int] = {}
         #: Bytes of parameters and buffers; of the gradients after a step; of the optimizer state.
         self.model_bytes = self.gradient_bytes = self.optimizer_bytes = 0
+        self.runs_optimizer = False
 
     def __enter__(self) -> Stepper:
-        self._replacing.__enter__()
+        self._contexts.enter_context(self._fakes.replacing(self._model, self._optimizers))
+        self._contexts.enter_context(without_audits())  # tensors without numbers have no checksums
         self._take_stock()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._replacing.__exit__(*exc_info)
+        self._contexts.__exit__(*exc_info)
 
     def _take_stock(self) -> None:
         self._parameters = list(self._model.parameters())
@@ -92,13 +98,15 @@ class Stepper:
         """
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
         hooks = [parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in trained]
+        stepped: list[object] = []
+        hooks.append(register_optimizer_step_post_hook(lambda optimizer, *_: stepped.append(optimizer)))
         try:
             with explained(self._model):
                 step()
         finally:
             for hook in hooks:
                 hook.remove()
-        self.gradient_bytes = sum(self._gradients.values())
+        self.runs_optimizer, self.gradient_bytes = bool(stepped), sum(self._gradients.values())
         step.check_gradients(bool(self._gradients))
         for optimizer in self._optimizers:
             if not optimizer.state:
@@ -114,11 +122,12 @@ class Stepper:
         for parameter in self._parameters:
             parameter.grad = None
         clock, held = Clock(self._target), [0]
+        link = Link(clock, self._target.link_bytes_per_s)
         everything = LiveStorages(device="meta")
         live = LiveStorages(parameters=self._parameters, device="meta")
         hook = self._model.register_forward_hook(lambda *_: held.append(live.live_bytes))
         try:
-            with self._applied(options, clock) as blocks, clock, everything, live, explained(self._model):
+            with self._applied(options, link) as blocks, clock, everything, live, explained(self._model):
                 step()
         finally:
             hook.remove()
@@ -130,6 +139,7 @@ class Stepper:
             flops=clock.flops,
             busy_seconds=clock.busy_seconds,
             stall_seconds=clock.stall_seconds,
+            host_bytes=link.host_bytes,
             blocks=blocks,
             num_math_attention=clock.calls.get(kernels.MATH_ATTENTION, 0),
         )
@@ -154,8 +164,17 @@ class Stepper:
         except PlanInfeasibleError as error:
             raise PlanInfeasibleError(f"{where}: {error}", error.smallest_bytes, error.holds) from None
 
+    def smallest_budget(self, step: Step, blocks: Any) -> int:
+        """Return the bytes of the smallest budget for which there is a plan; blocks as in `actckpt.plan`."""
+        try:  # the smallest budget that is valid
+            return math.ceil(self.planned(step, {"budget": "1MiB", "blocks": blocks}, "estimate").peak_bytes)
+        except PlanInfeasibleError as error:
+            if error.smallest_bytes is None:
+                raise
+            return math.ceil(error.smallest_bytes)
+
     @contextlib.contextmanager
-    def _applied(self, options: Options, clock: Clock) -> Iterator[int]:
+    def _applied(self, options: Options, link: Link) -> Iterator[int]:
         if options is None:
             yield 0
             return
@@ -168,7 +187,6 @@ class Stepper:
             if policy == "offload":
                 exits.close()
                 modules = dict(self._model.named_modules())
-                link = Link(clock, self._target.link_bytes_per_s)
                 offloading = Offloading(link, self._fakes.mode, self._owned, min_bytes)
                 exits.enter_context(offloading.of([modules[name] for name in names]))
             yield len(names)

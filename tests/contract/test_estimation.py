@@ -237,6 +237,7 @@ def test_recomputation_is_told_apart() -> None:
     assert plain.recompute_seconds == 0 and plain.seconds > 0
     assert rerun.seconds == pytest.approx(plain.seconds + rerun.recompute_seconds)
     assert rerun.recompute_seconds > keep.recompute_seconds > 0
+    assert rerun.flops <= 4 / 3 * plain.flops  # one forward more, and no audit
     assert rerun.flops > keep.flops == plain.flops  # what costs floating-point operations is kept
 
 

@@ -90,6 +90,54 @@ def test_it_finds_the_largest_that_fits(what: str, script: str, capsys: pytest.C
         assert (json.loads(capsys.readouterr().out)["rows"][0]["total_peak_bytes"] <= 2**30) is fits
 
 
+def test_a_search_has_a_row_for_a_budget(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["estimate", script, "--find", "batch", "--budget", "256MiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["none", "recompute", "keep matmuls", "offload", "budget"]
+    planned = rows["budget"]
+    assert planned["size"] >= rows["recompute"]["size"] > rows["none"]["size"]
+    assert planned["total_peak_bytes"] <= found["budget_bytes"] == 2**28
+    words = ["estimate", script, "--budget", "256MiB", "--json", "--policy", "none", "--batch"]
+    assert cli.main([*words, str(planned["size"])]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][-1]
+    assert [row[name] for name in ("seconds", "total_peak_bytes")] == [planned["seconds"], planned["total_peak_bytes"]]
+    assert cli.main([*words, str(planned["size"] * 11 // 10)]) == 2
+    capsys.readouterr()
+    words = ["estimate", script, "--json", "--policy", "offload", "--batch", str(rows["offload"]["size"])]
+    assert cli.main(words) == 0
+    none, offload = json.loads(capsys.readouterr().out)["rows"]
+    assert offload["host_bytes"] == rows["offload"]["host_bytes"]
+    assert 0.9 * none["held_bytes"] < offload["host_bytes"] <= none["held_bytes"]
+    assert [none["host_bytes"], planned["host_bytes"]] == [0, 0]
+
+
+@pytest.mark.parametrize(("budget", "share"), [("50%", 0.5), ("0.5", 0.5), ("auto", 0.95), (None, 0.95)])
+def test_the_limit_of_a_search_may_be_a_share_of_the_target(
+    budget: str | None, share: float, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [] if budget is None else ["--budget", budget]
+    assert cli.main(["estimate", script, "--find", "seq", "--json", "--policy", "none", *words]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget_bytes"] == int(share * actckpt.Target.named("h100").memory_bytes)
+
+
+def test_a_step_that_no_budget_takes_has_a_search_without_it(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    forward = "model(x).float().square().mean().backward()"
+    Path(script).write_text(_SCRIPT.replace(forward, f"{forward}\n    {forward}"))
+    assert cli.main(["estimate", script, "--find", "batch", "--budget", "256MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "\nbudget" not in out and "No row for a budget: plan: block '0' ran 2 times" in out
+
+
+def test_tables_say_what_of_a_step_runs(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for optimizer, is_named in (("", True), ("    torch.optim.SGD(model.parameters(), 0.0).step()\n", False)):
+        Path(script).write_text(_SCRIPT + optimizer)
+        for words in (["--policy", "none"], ["--policy", "none", "--find", "batch", "--budget", "64MiB"]):
+            assert cli.main(["estimate", script, *words]) == 0
+            assert ("the step runs no optimizer" in capsys.readouterr().out) is is_named
+
+
 def test_a_budget_without_a_search_is_a_row(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", script, "--budget", "21MiB", "--json", "--policy", "recompute"]) == 0
     plain, recompute, planned = json.loads(capsys.readouterr().out)["rows"]
@@ -102,8 +150,8 @@ def test_a_budget_without_a_search_is_a_row(script: str, capsys: pytest.CaptureF
 def test_a_search_says_the_time_of_each_sample(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", script, "--find", "batch", "--budget", "1GiB", "--policy", "recompute"]) == 0
     heads, plain, *_ = capsys.readouterr().out.splitlines()
-    assert heads.split() == ["policy", "largest", "batch", "all", "step", "step", "/", "batch"]
-    _, size, _, _, step, unit, each, unit_of_each = plain.split()
+    assert heads.split() == ["policy", "largest", "batch", "all", "host", "step", "step", "/", "batch"]
+    size, step, unit, each, unit_of_each = (plain.split()[at] for at in (1, -4, -3, -2, -1))
     factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
     assert float(each) * factor[unit_of_each] == pytest.approx(float(step) * factor[unit] / int(size), rel=0.01)
 
