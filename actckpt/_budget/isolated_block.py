@@ -7,6 +7,7 @@ import contextvars
 import copy
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,11 +21,15 @@ from actckpt._core.reachable import Contents, Reached, reachable
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.training_state import random_state, set_random_state
 
-__all__ = ["attributes_of", "counts_calls", "holds_input", "isolate"]
+__all__ = [
+    *("LEAF", "attributes_of", "counts_calls", "holds_input", "isolate", "nodes_behind", "with_trained_input"),
+]
 
 #: Attributes of every module; `forward` or the compiled call is replaced by the block's region.
 _NOT_ITS_OWN = {*vars(torch.nn.Module()), "forward", torch_private.COMPILED_CALL}
 _Written = dict[int, torch.UntypedStorage]
+#: Name of the nodes of leaves.
+LEAF = "torch::autograd::AccumulateGrad"
 
 
 def attributes_of(block: torch.nn.Module) -> list[dict[str, Any]]:
@@ -216,6 +221,31 @@ def holds_input(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     is_held = storage() is not None
     del nodes
     return is_held
+
+
+def with_trained_input(arguments: Any, result: Any) -> Any:
+    """Return arguments with an input that needs a gradient, if none does and the block returns a tensor like the input.
+
+    In a stack of such blocks, only the input of the first one needs none.
+    """
+    argument, output = first_tensor(arguments), first_tensor(result)
+    if argument is None or output is None or any(tensor.requires_grad for tensor in tensors_in(arguments)):
+        return arguments
+    if not output.requires_grad or argument.shape != output.shape or argument.dtype != output.dtype:
+        return arguments
+    alias = argument.detach().requires_grad_()
+    return _with_tensors(arguments, lambda other: alias if other is argument else other)
+
+
+def nodes_behind(result: Any) -> Counter[str]:
+    """Return how many nodes of each name are in the graph of a block's result."""
+    left = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+    seen = set(left)
+    while left:
+        new = {node for node, _ in left.pop().next_functions if node is not None and node not in seen}
+        seen |= new
+        left += new
+    return Counter(node.name() for node in seen)
 
 
 def _with_copy_of(tensor: Tensor, value: Any) -> tuple[Any, weakref.ref[torch.UntypedStorage]]:

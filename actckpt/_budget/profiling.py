@@ -5,10 +5,11 @@ profiled needs little more memory than one in which all are checkpointed.
 
 Then the first block of each structure (operators, shapes, dtypes, gradient flow) runs forward and backward a few more
 times in isolation: on detached inputs, aliases of its parameters and copies of its buffers. So no gradient, no
-parameter hook and no other block is touched. Backward goes only to those inputs and parameters. Containers are as the
-forward found them (NOTE [ Inputs of a region ]). Afterwards random state, module attributes, and the containers and
-objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote to in place get
-their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and
+parameter hook and no other block is touched. Backward goes only to those inputs and parameters. It also goes to the
+input of a model's first block if that changes nothing else: the block then shares the profile of later ones. Containers
+are as the forward found them (NOTE [ Inputs of a region ]). Afterwards random state, module attributes, and the
+containers and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote
+to in place get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and
 `actckpt.stats` does not count them. For sizes up to four times larger or smaller the block does not run again. Its
 bytes are those of the recorded call; its seconds and peaks are scaled (`other_sizes`).
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -79,8 +81,9 @@ class Profiler:
         #: The name of the block that runs; empty: none.
         self.running = ""
         self._known: dict[tuple[Any, ...], BlockProfile] = {}
-        #: Measured profiles by structure without sizes.
+        #: By structure without sizes: measured profiles, and whether a first block has that of later ones.
         self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
+        self._in_stack: dict[tuple[Any, ...], bool] = {}
         self._step = step
 
     def call(
@@ -166,11 +169,13 @@ class Profiler:
         name, block, recorded = call.name, call.block, call.structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
+        as_found, key = functools.partial(inputs.as_found, checks=False), _structure_key(block, without_sizes(values))
+        call = call.in_stack(result, as_found, self._in_stack, key)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and its input needs no gradient
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
 
         def profiled() -> BlockProfile:
-            with inputs.as_found(checks=False), _explained(name):
+            with as_found(), _explained(name):
                 return _profiled(call, values, recorded, no_rerun=no_rerun)
 
         profile = self._known_or(profiled, block, values, drawn, _passes_on(call.arguments))

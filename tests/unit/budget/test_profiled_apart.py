@@ -16,21 +16,22 @@ from actckpt._budget.timing import Times
 
 
 class _Product(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, begins_with_sin: bool) -> None:
         super().__init__()
         self.scale, self.weight = nn.Parameter(torch.ones(32)), nn.Parameter(torch.randn(32, 32))
+        self._begins_with_sin = begins_with_sin
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.sin() * self.scale) @ self.weight
+        return ((x.sin() if self._begins_with_sin else x) * self.scale) @ self.weight
 
 
 @pytest.mark.parametrize(
-    ("is_frozen", "num_profiled"),
-    [(lambda _: False, 2), (lambda number: number < 2, 3)],
-    ids=["backward is longer in later blocks", "two"],
+    ("is_frozen", "begins_with_sin", "num_profiled"),
+    [(lambda _: False, True, 2), (lambda _: False, False, 1), (lambda number: number < 2, True, 3)],
+    ids=["backward is longer in later blocks", "none", "two"],
 )
 def test_blocks_of_which_other_gradients_are_computed_are_profiled_apart(
-    is_frozen: Callable[[int], bool], num_profiled: int, monkeypatch: pytest.MonkeyPatch
+    is_frozen: Callable[[int], bool], begins_with_sin: bool, num_profiled: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing that backward needs tells them apart: no gradient flows to the input of the first block, and both weights
     # need the input of their layer for the other one's.
@@ -40,7 +41,7 @@ def test_blocks_of_which_other_gradients_are_computed_are_profiled_apart(
         return Times(next(num_calls), 2.0, 1.0, 2.0, None)
 
     monkeypatch.setattr(block_times, "fastest", times)
-    model = nn.Sequential(nn.Identity(), *(_Product() for _ in range(5)))
+    model = nn.Sequential(nn.Identity(), *(_Product(begins_with_sin=begins_with_sin) for _ in range(5)))
     for number, block in enumerate(model[1:]):
         block.scale.requires_grad_(not is_frozen(number))
     actckpt.apply(model, blocks=["1", "2", "3", "4", "5"], activation_budget="90%", race=False)
