@@ -66,8 +66,6 @@ def checkpoint_call(
     audit: RerunAudit | Literal[False] | None = None
     if check_metadata:
         audit = audit_of(function, raises=options.preserve_rng_state)
-        if audit and inside.audited is not None:
-            inside.audited(audit)
     try:
         result = _run_common(function, args, kwargs, options, input_hooks, audit)
         if result is not NotImplemented:

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from actckpt import config
 from actckpt._blocks.arguments import exclude_from_offload
 from actckpt._blocks.block_group import BlockGroup
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
-from actckpt._blocks.first_call import Recomputation
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
@@ -32,6 +32,7 @@ from actckpt._text.listed import listed
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.errors import BlocksError
+from actckpt.policies import PerOp
 
 __all__ = [
     *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
@@ -171,7 +172,6 @@ class CheckpointedForward:
         #: The input sizes of its plan, if this block may be the one that checks them.
         self.planned_size: PlannedSize | None
         self.use(settings)
-        self._recomputation = Recomputation()
         #: As passed to `apply`: copies start with these.
         self._calls_as_applied = self._calls
         #: The result of `block.compile()`, if this object runs around it.
@@ -310,21 +310,17 @@ class CheckpointedForward:
                 if record is not None:
                     record.offloading = offloading
                 return self.original()(*args, **kwargs)
-        original, options, is_planned = self.original(), call_settings.options, call_settings.is_planned
-        if is_planned and options.offload_inputs:
-            exclude_from_offload((args, kwargs))
+        original = self.original()
         matches = None if torch.compiler.is_compiling() else self.group.matches
         figures = None if record is None else record.figures
+        options, is_planned = call_settings.options, call_settings.is_planned
+        if options.policy in (None, "recompute", Action.RECOMPUTE) and config.settings().opaque:
+            options = options._replace(policy=PerOp({}))  # a rerun would run again what is not repeatable
+        if is_planned and options.offload_inputs:
+            exclude_from_offload((args, kwargs))
         inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)
-
-        def checkpointed(options: CheckpointOptions, audited: Callable[[Any], None] | None = None) -> Any:
-            return checkpoint_call(original, args, kwargs, options, inside=inside._replace(audited=audited))
-
-        if options.policy not in (None, "recompute", Action.RECOMPUTE):
-            return checkpointed(options)
-        plain = functools.partial(original, *args, **kwargs)
-        result = self._recomputation.run(self.group, options, checkpointed, plain, (args, kwargs))
-        if record is not None and self._recomputation.reruns:
+        result = checkpoint_call(original, args, kwargs, options, inside=inside)
+        if record is not None and options.policy in (None, "recompute", Action.RECOMPUTE):
             record.holds((args, kwargs), Action.OFFLOAD if options.offload_inputs else Action.KEEP)
         return result
 

@@ -114,8 +114,6 @@ class BlockGroup:
         self.are_of_other_training = False
         #: The policy or the budget as passed, with its keyword.
         self.policy = ""
-        #: Operators whose results are kept because they give others each time; None: code outside of the dispatcher.
-        self.unrepeatable: set[torch._ops.OpOverload | None] = set()
         self._plan: Plan | None = None
         self._has_told_unplanned = False
         self._window_bytes: int | None = None
@@ -189,7 +187,7 @@ class BlockGroup:
         # A copy has no store limits yet, and other parameters. The object that finds a plan belongs to the model: if
         # that is copied, it adds itself.
         state = {**vars(self), "_window_bytes": None, "model": None, "_gradient_hook": None, "training": None}
-        state["holders"], state["unrepeatable"] = [], set()
+        state["holders"] = []
         state["are_of_other_training"] = self.are_of_other_training or self.training is not None
         state["is_watching"] = True  # the copy's first step is to come
         state["recording"] = Recording()

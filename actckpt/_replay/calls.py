@@ -38,8 +38,6 @@ class RegionOptions(NamedTuple):
     is_block: bool = False
     #: Called instead of warning that compiled code made what the policy wants to recompute.
     note_compiled: Callable[[], None] | None = None
-    #: Receives the audit of a region that reruns, if it is audited.
-    audited: Callable[[Any], None] | None = None
 
 
 def run_in_region(

@@ -39,12 +39,12 @@ from actckpt._core import devices, messages, torch_private
 from actckpt._core.checksums import Result, are_close, checksum, sums, uncounted
 from actckpt._core.functions import contents_of
 from actckpt._core.hooks import is_ours
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
-from actckpt._rerun.filling import Filling
 from actckpt.errors import RerunMismatchError
 
-__all__ = ["RerunAudit", "audit_of", "unwritten_by", "without_audits"]
+__all__ = ["RerunAudit", "audit_of", "without_audits"]
 
 #: Names of saved tensors that operators fill later, or not always.
 _UNWRITTEN = frozenset(
@@ -204,14 +204,12 @@ class _Digest(NamedTuple):
 class RerunAudit:
     """Checksums of what one region saves (NOTE [ Audit of reruns ]). Its methods are called from C++."""
 
-    __slots__ = (
-        *("_different", "_found", "_is_explaining", "_modules", "_name", "_raises", "_rerun"),
-        *("frame", "wants_frame"),
-    )
+    __slots__ = ("_different", "_found", "_is_explaining", "_modules", "_name", "_raises", "_rerun")
 
     def __init__(self, name: str, *, raises: bool) -> None:
-        #: The function's name, for messages.
-        self._name, self._raises = name, raises
+        #: Of the function, for messages.
+        self._name = name
+        self._raises = raises
         #: By index of the saved tensor: in forward, and in the last rerun.
         self._found: dict[int, _Digest] = {}
         self._rerun: dict[int, _Digest] = {}
@@ -221,36 +219,11 @@ class RerunAudit:
         self._is_explaining = False
         #: Modules that saved the tensors.
         self._modules: dict[int, str | None] = {}
-        #: Whether the forward leaves its region here, and that region. Whoever asks for it takes it away.
-        self.wants_frame = False
-        self.frame: _C.Frame | None = None
 
     def note(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the forward saves."""
         if (digest := _digest(tensor)) is not None:
             self._found[index] = digest
-
-    def forward_done(self, frame: _C.Frame) -> None:
-        """The forward of this region has ended."""
-        if self.wants_frame:
-            self.frame = frame
-
-    def repeats(self, frame: _C.Frame, unwritten: Callable[[], set[int]]) -> bool:
-        """Rerun a region right after its forward; return whether that saves the same tensors.
-
-        Args:
-            unwritten: returns the indices of tensors that operators leave unwritten.
-        """
-        try:
-            _C.rerun_again(frame)
-        except Exception as error:  # after other results, the function itself may fail
-            return isinstance(error, torch.OutOfMemoryError)  # which shows nothing
-        found = self._compared()
-        left_out = unwritten() if found else set()
-        self._different = {index: text for index, text in found.items() if index not in left_out}
-        different = self._explain(frame) if None in self._different.values() else self._different
-        self._different = None
-        return None not in different.values()
 
     def begin_rerun(self) -> None:
         """Forget what an earlier rerun saved."""
@@ -272,7 +245,7 @@ class RerunAudit:
         if index not in self._different:
             return
         node = torch_private.current_node()
-        if node is None or any(each is slot for each in unwritten_by(node)):
+        if node is None or _is_unwritten(node, slot):
             return
         found, module = self._found[index], self._modules.get(index)
         where = f" in {module}" if module else ""
@@ -280,21 +253,21 @@ class RerunAudit:
         what |= {"shape": found.shape, "dtype": found.dtype}
         text = self._different[index]
         if text is None:
-            text = self._explain(_C.frame_of(slot))[index]
+            text = self._explain(slot)[index]
         if text is None:
             message = _DIFFERENT.format(**what)
             raise RerunMismatchError(f"{message}, so this backward has no right gradient.\n{_ADVICE}")
         warn_once(text, self._name, **what)
 
-    def _explain(self, frame: _C.Frame | None) -> dict[int, WarningText | None]:
+    def _explain(self, slot: object) -> dict[int, WarningText | None]:
         """Find which differences come from uninitialized memory (Rule 2); return the warnings by index."""
-        assert self._different is not None and frame is not None
+        assert self._different is not None
         first, found = self._rerun, []
         self._is_explaining = True
         try:
             for is_filled in (True, True, False, True):
-                with Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
-                    _C.rerun_again(frame)
+                with _Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
+                    _C.rerun_again(slot)
                 found.append(self._rerun)
         except Exception:
             return self._different
@@ -321,6 +294,22 @@ class RerunAudit:
             if not self._raises:
                 return dict.fromkeys(different, _OTHER_NUMBERS)
             return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
+
+
+class _Filling(ObservingMode):
+    """Fills uninitialized memory that operators of this thread return."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if getattr(func, "overloadpacket", None) in _EMPTY and result.numel():
+            result.fill_(3 if result.is_floating_point() else 0)  # numbers that do no harm as indices, either
+        return result
+
+
+_ATEN = torch.ops.aten
+_EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
 def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
@@ -381,9 +370,9 @@ def _are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def unwritten_by(node: Any) -> list[object]:
-    """Return what autograd holds for tensors that the operator of a node leaves unwritten (Rule 3)."""
+def _is_unwritten(node: Any, slot: object) -> bool:
+    """Whether the tensor that a node reads is one that its operator leaves unwritten (Rule 3)."""
     kind = node.name()
     names = next((names for begin, names in _UNWRITTEN_RESULTS.items() if kind.startswith(begin)), set())
     saved = (getattr(node, f"_raw_saved_{name}", None) for name in _UNWRITTEN | names)
-    return [each.data for each in saved if each is not None]
+    return any(each is not None and each.data is slot for each in saved)

@@ -240,11 +240,6 @@ RecomputeContext new_context(PyObject* function, PyObject* early_stop, PyObject*
   return context;
 }
 
-void tell_audit(const py::object& frame) {
-  const py::object audit = reinterpret_cast<FrameObject*>(frame.ptr())->context.audit;
-  if (audit) call_method_with(audit.ptr(), names().forward_done, frame.ptr());
-}
-
 // run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result, or NotImplemented, with
 // nothing done, if the region needs Python's Region.
 PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
@@ -282,7 +277,6 @@ PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     const auto owner = py::reinterpret_steal<py::object>(result);
     parameters->forward_done();
     if (buffers) call_method(buffers.ptr(), names().forward_done);
-    tell_audit(frame);
     return Py_NewRef(owner.ptr());
   });
 }
@@ -295,11 +289,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
     context.outer_swap = PyLong_AsLongLong(args[6]);
     context.region = py::reinterpret_borrow<py::object>(args[0]);
     const py::object frame = new_frame(std::move(context), truth(args[5]));
-    PyObject* result = run_forward(frame, args[1], args[2], args[3]);
-    if (result == nullptr) return nullptr;
-    const auto owner = py::reinterpret_steal<py::object>(result);
-    tell_audit(frame);
-    return Py_NewRef(owner.ptr());
+    return run_forward(frame, args[1], args[2], args[3]);
   });
 }
 
@@ -312,26 +302,12 @@ PyObject* rerun_function(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   });
 }
 
-// Reruns of audits do not count.
-struct Uncounted {
-  const long long before = num_reruns;
-  Uncounted() = default;
-  Uncounted(const Uncounted&) = delete;
-  Uncounted& operator=(const Uncounted&) = delete;
-  ~Uncounted() { num_reruns = before; }
-};
-
-// rerun_again(frame): for audits. Reruns a region; no value is kept, and the rerun is not counted.
+// rerun_again(slot): for audits. Reruns the region of a slot; no value is kept.
 PyObject* rerun_again(PyObject*, PyObject* handle) {
   return guarded([&]() -> PyObject* {
-    if (Py_TYPE(handle) != frame_type) throw py::type_error("rerun_again: not a frame");
-    auto* frame = reinterpret_cast<FrameObject*>(handle);
-    const auto owner = py::reinterpret_borrow<py::object>(handle);
-    std::size_t index = 0;
-    while (index < frame->saved.size() && frame->saved[index].slot == nullptr) index += 1;
-    if (index == frame->saved.size()) return Py_NewRef(Py_None);  // nothing is left to bring back
-    const Uncounted uncounted;
-    bring_back(frame, index, {});
+    const auto* slot = reinterpret_cast<SlotObject*>(handle);
+    const auto owner = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(slot->frame));
+    bring_back(slot->frame, slot->index, {});
     return Py_NewRef(Py_None);
   });
 }
@@ -352,12 +328,6 @@ PyObject* frame_of(PyObject*, PyObject* saved) {
   return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<SlotObject*>(saved)->frame));
 }
 
-// The position of a slot among the tensors that its forward saved.
-PyObject* index_of(PyObject*, PyObject* slot) {
-  if (Py_TYPE(slot) != slot_type) return PyErr_Format(PyExc_TypeError, "index_of: not a slot of a region");
-  return PyLong_FromSize_t(reinterpret_cast<SlotObject*>(slot)->index);
-}
-
 PyObject* count_reruns(PyObject*, PyObject*) { return PyLong_FromLongLong(num_reruns); }
 
 PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
@@ -370,11 +340,10 @@ PyMethodDef region_functions[] = {
     {"run", fast(run), METH_FASTCALL,
      "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(recomputed, function, args, kwargs)"},
-    {"rerun_again", rerun_again, METH_O, "rerun_again(frame): rerun its region; no value is kept."},
+    {"rerun_again", rerun_again, METH_O, "rerun_again(slot): rerun its region; no value is kept."},
     {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"frame_of", frame_of, METH_O, "The frame of a slot; None for all else."},
-    {"index_of", index_of, METH_O, "Position of a slot among the tensors that its forward saved."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
     {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};

@@ -17,10 +17,6 @@ def _out_of_memory() -> None:
     raise torch.OutOfMemoryError("no memory left")
 
 
-#: The number of the first call of a block in backward: `apply` compares a rerun with the first forward at once.
-_RERUN = 3
-
-
 class _Fault:
     """Fails in some of its calls, 1 is the first one."""
 
@@ -81,7 +77,7 @@ def _results(fails: dict[int, Callable[[], object]] | None = None, *, fault: _Fa
 def test_a_rerun_that_runs_out_of_memory_runs_once_more(fail: Callable[[], object]) -> None:
     expected = _results()
     actckpt.reset_stats()
-    assert_equal(_results({_RERUN: fail}), expected)
+    assert_equal(_results({2: fail}), expected)
     assert actckpt.stats().rescued_recomputations == 1
 
 
@@ -109,10 +105,9 @@ def _fail() -> None:
 @pytest.mark.parametrize(
     ("rescue", "fails", "error", "num_calls"),
     [
-        # nothing runs a third time
-        (True, {_RERUN: _out_of_memory, _RERUN + 1: _out_of_memory}, torch.OutOfMemoryError, _RERUN + 1),
-        (True, {_RERUN: _fail}, RuntimeError, _RERUN),
-        (False, {_RERUN: _out_of_memory}, torch.OutOfMemoryError, _RERUN),
+        (True, {2: _out_of_memory, 3: _out_of_memory}, torch.OutOfMemoryError, 3),  # nothing runs a third time
+        (True, {2: _fail}, RuntimeError, 2),
+        (False, {2: _out_of_memory}, torch.OutOfMemoryError, 2),
     ],
 )
 def test_what_is_not_rescued_raises_at_once(
@@ -133,7 +128,7 @@ def test_an_error_of_the_second_attempt_has_the_first_one_as_context() -> None:
             raise ValueError("something else")  # noqa: B904
 
     with pytest.raises(ValueError, match="something else") as raised:
-        _results({_RERUN: _out_of_memory, _RERUN + 1: fail})
+        _results({2: _out_of_memory, 3: fail})
     assert isinstance(raised.value.__context__, KeyError)
     first = raised.value.__context__.__context__
     assert isinstance(first, torch.OutOfMemoryError) and str(first) == "no memory left"

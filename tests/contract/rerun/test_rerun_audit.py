@@ -49,20 +49,18 @@ IMPURE: dict[str, Callable[[Tensor], Tensor]] = {
     "NumPy's random numbers": lambda x: (x * float(np.random.rand())).exp(),
     "an operator of one's own": lambda x: _dispatched(x).exp(),
     "indices": lambda x: x[_Dispatch.permuted(x)].exp(),
-    "integers": lambda x: x[torch.tensor([next(_NUMBERS) % len(x)])] * 2,
+    "integers": lambda x: x[torch.tensor([next(_NUMBERS) % 3])] * 2,
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),  # `apply` replays operators that are not repeatable: test_unrepeatable_operators.py
-    sorted({*itertools.product(IMPURE, ("function", "module", "apply"))} - {("an operator of one's own", "apply")}),
-)
+@pytest.mark.parametrize("method", ["function", "module", "apply"])
+@pytest.mark.parametrize("name", IMPURE)
 def test_a_function_that_is_not_pure_raises(name: str, method: str) -> None:
     class Block(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return IMPURE[name](x)
 
-    x = torch.linspace(0.1, 0.9, 31, requires_grad=True)  # more than there are calls: none repeats an earlier one
+    x = torch.tensor([0.1, 0.2, 0.3], requires_grad=True)
     if method == "apply":
         model = nn.Sequential(Block())
         actckpt.apply(model, blocks=Block)
