@@ -170,7 +170,7 @@ def measure(most: int = 100_000, only: tuple[str, ...] = ("",)) -> Figures:
 
 def table(figures: Figures) -> str:
     """Return the table of docs/growth.md."""
-    lines = ["| number of | sizes | us or bytes of each, by size |", "|---|---|---|"]
+    lines = ["| number of | sizes | microseconds or bytes, by size |", "|---|---|---|"]
     for name, row in figures.items():
         for key, text in {"added_us": "", "planning_us": ", planning", "bytes": ", bytes"}.items():
             cells = [f"{found[key]:.{0 if found[key] >= 100 else 1}f}" for found in row.values() if key in found]
