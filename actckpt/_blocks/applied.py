@@ -314,7 +314,8 @@ class CheckpointedForward:
         matches = None if torch.compiler.is_compiling() else self.group.matches
         figures = None if record is None else record.figures
         options, is_planned = call_settings.options, call_settings.is_planned
-        if options.policy in (None, "recompute", Action.RECOMPUTE) and config.settings().opaque:
+        is_rerun = options.policy in (None, "recompute", Action.RECOMPUTE)
+        if is_rerun and not is_planned and self.group.training is None and config.settings().opaque:
             options = options._replace(policy=PerOp({}))  # a rerun would run again what is not repeatable
         if is_planned and options.offload_inputs:
             exclude_from_offload((args, kwargs))

@@ -70,7 +70,7 @@ def test_offload_reports_what_it_moved_and_what_is_too_small() -> None:
 def test_a_region_that_saves_nothing_says_so() -> None:
     with actckpt.offload() as block:
         torch.ones(3).sin()
-    assert "Nothing was saved" in str(block.report())
+    assert "Nothing was moved" in str(block.report())
 
 
 def test_a_report_keeps_nothing_alive() -> None:
