@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,8 +40,7 @@ _FIRST_EMPTY, _MOST_MEASURED = 16, 16
 #: Maximum number of metered cycles before the plan is kept although none resembled the measured one, which means: at
 #: least this share of its input bytes.
 _MOST_METERED, _ALIKE = 16, 0.99
-#: Maximum number of corrections after settled cycles that exceeded the budget; a plan known to exceed it may need this
-#: share more.
+#: Maximum number of corrections after settled cycles that exceeded the budget, or a refused plan's peak by this share.
 _MOST_EXCESSES, _TOLERANCE = 16, 0.01
 #: On a device, one in this many settled cycles resets the peak.
 _CYCLES_PER_PEAK = 64
@@ -51,6 +50,9 @@ Stage = Literal["measure", "fit", "try", "settled"]
 
 class Kind:
     """Cycles that share a plan.
+
+    Args:
+        others: returns all kinds of cycles of the model; an error names the smallest budget that all of them meet.
 
     Attributes:
         stage: the purpose of the next cycle.
@@ -62,8 +64,7 @@ class Kind:
     """
 
     stage: Stage = "measure"
-    #: The stage to return to if a measured cycle shows nothing new.
-    _stage_before: Stage = "measure"
+    _stage_before: Stage = "measure"  #: To return to if a measured cycle shows nothing new.
     plan: Plan | None = None
     running_plan: Plan | None = None
     refused = ""
@@ -76,7 +77,9 @@ class Kind:
         forwards: Mapping[str, CheckpointedForward],
         config: BudgetConfig,
         infeasible: Infeasible,
+        others: Callable[[], Iterable[Kind]],
     ) -> None:
+        self._others = others
         self._module, self._forwards, self._config = model, forwards, config
         self._solving = Solving(model, config)
         self._infeasible = infeasible
@@ -251,9 +254,9 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
-        user_error = self._solving.user_error(
-            self._model, costs, error, self._budget_bytes, self._static_bytes, self._forwards
-        )
+        others_bytes = max((kind.least_bytes() for kind in self._others() if kind is not self), default=0.0)
+        facts = error, self._budget_bytes, self._static_bytes, self._forwards, others_bytes
+        user_error = self._solving.user_error(self._model, costs, *facts)
         if self._attempts:  # the observed memory of the smallest plan decides
             self._infeasible_error = user_error
             return self._planned(costs, least)
@@ -262,6 +265,10 @@ class Kind:
             raise user_error
         self._infeasible.warn(user_error, is_late=is_late)
         return self._planned(costs, least)
+
+    def least_bytes(self) -> float:
+        """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
+        return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
     def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
         assert self._model is not None

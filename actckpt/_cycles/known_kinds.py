@@ -112,6 +112,10 @@ class KnownKinds:
         #: Smaller ones that need their own plan.
         self._separate: set[CycleKey] = set()
 
+    def all(self) -> list[Kind]:
+        """Return all kinds with their own plan."""
+        return [*self._kinds.values()]
+
     def forget(self) -> None:
         """Measure all kinds anew: the blocks are others."""
         self._kinds.clear()

@@ -107,7 +107,7 @@ class BudgetLoop:
         self.is_called = False
 
     def _new_kind(self) -> Kind:
-        return Kind(self._model, self._forwards, self._config, self._infeasible)
+        return Kind(self._model, self._forwards, self._config, self._infeasible, self._kinds.all)
 
     @property
     def _device(self) -> torch.device:

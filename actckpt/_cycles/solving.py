@@ -87,11 +87,14 @@ class Solving:
         budget_bytes: float,
         static_bytes: float,
         blocks: Collection[str],
+        others_bytes: float,
     ) -> PlanInfeasibleError:
-        """Return the solver's error in the user's terms: the budget as written, and parts of the model by name."""
-        least_bytes = error.smallest_bytes or 0.0
-        reserved_bytes = least_bytes + _RESERVE * (least_bytes - static_bytes) + _RESERVE_BYTES
-        smallest_bytes = math.ceil(min(reserved_bytes, plain_plan(costs).peak_bytes))
+        """Return the solver's error in the user's terms: the budget as written, and parts of the model by name.
+
+        Args:
+            others_bytes: the smallest budget of other kinds of cycles.
+        """
+        smallest_bytes = math.ceil(max(_smallest_budget(costs, error, static_bytes), others_bytes))
         num_forwards = 1 + max(call.forward for call in model.calls)
         several = f"{num_forwards} forwards of the model are part of the step before backward has ended"
         advised = advice(model.made_outside, self._module, blocks, error.smallest_bytes)
@@ -104,3 +107,19 @@ class Solving:
             smallest_bytes,
             holds,
         )
+
+    def least_bytes(self, model: CycleModel, static_bytes: float) -> float:
+        """Return the smallest feasible budget if it exceeds the user's budget, else 0."""
+        costs = self.costs(model, static_bytes)
+        try:
+            solved(costs, self.budget_bytes(model, costs), self._config.pins)
+        except PlanInfeasibleError as error:
+            return _smallest_budget(costs, error, static_bytes)
+        return 0.0
+
+
+def _smallest_budget(costs: CostTable, error: PlanInfeasibleError, static_bytes: float) -> float:
+    """Return the smallest budget to suggest to a user: what the smallest plan needs, plus a reserve."""
+    least_bytes = error.smallest_bytes or 0.0
+    reserved_bytes = least_bytes + _RESERVE * (least_bytes - static_bytes) + _RESERVE_BYTES
+    return min(reserved_bytes, plain_plan(costs).peak_bytes)
