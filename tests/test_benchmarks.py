@@ -226,7 +226,8 @@ def _check_rows_of_budgets(rows: dict[str, Any], plans: Path) -> None:
     assert {part for part, _ in budgets} >= {"capped", "llama", "llama_compiled", "llama_8b", "vit", "llama_2k", "moe"}
     for row in budgets.values():
         assert row["fits"] and row["is_settled"]
-        assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
+        tolerance = 2**20 + 0.01 * row["predicted_peak_bytes"]  # the promise of budgets
+        assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], abs=tolerance)
         assert actckpt.Plan.load(plans / row["plan"]).costs.blocks
     assert rows["llama"]["smallest budget"]["bytes"] < rows["llama"]["plain"]["peak_allocated_bytes"]
     gradients = rows["gradients"]
