@@ -184,7 +184,7 @@ def _checked_names(opaque: Any) -> tuple[str, ...]:
     if not all(isinstance(name, str) or hasattr(name, "_schema") or hasattr(name, "overloads") for name in entries):
         raise ValueError(f"configure: opaque={opaque!r}. Pass a list of operators and of names of modules.")
     names = [str(name) for name in entries]
-    names = [name.replace("::", ".") if name.partition("::")[0] in _NAMESPACES else name for name in names]
+    names = [_operator(name) if "::" in name else name for name in names]
     for name in names:
         selector = Selector.parse(name)
         operator = selector.operator or selector.name or ""
@@ -192,6 +192,12 @@ def _checked_names(opaque: Any) -> tuple[str, ...]:
             near = operator_names.nearest(operator)
             raise ValueError(f"configure: opaque={name!r} names an operator that does not exist. Nearest: {near}.")
     return tuple(names)
+
+
+def _operator(name: str) -> str:
+    """Return the name of an operator that torch writes as `namespace::name`; other names as they are."""
+    dotted = name.replace("::", ".")
+    return dotted if name.partition("::")[0] in _NAMESPACES or operator_names.exists(dotted) else name
 
 
 def _checked_folder(folder: object) -> str:

@@ -53,7 +53,7 @@ class EstimatedPolicy:
         seconds: of one step of large kernels, by the rates of the target (docs/estimate-accuracy.md).
         recompute_seconds: of these, recomputation.
         stall_seconds: of these, waiting for the link.
-        host_bytes: peak of what is offloaded to the memory of the host.
+        host_bytes: peak of the bytes that are offloaded to host memory.
         flops: floating-point operations of matrix products, convolutions and attention.
         held_bytes: live bytes when the forward of the model returns, beyond those before the step.
         peak_bytes: peak of the live bytes beyond those before the step, without gradients of parameters: what `compare`

@@ -14,7 +14,7 @@ from actckpt._core import devices, torch_private
 
 __all__ = ["Result", "are_close", "checksum", "compact", "count_again", "is_metered", "leave_out", "sums", "uncounted"]
 
-#: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes 16 temporary bytes.
+#: Elements per piece: minimum, maximum, and as a fraction of the tensor. Each element takes up to 24 temporary bytes.
 _LEAST_PIECE = 1 << 15
 _MOST_PIECE = 1 << 20
 _PART = 64
@@ -34,7 +34,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
     Each element counts once, however often an expanded or overlapping view shows it. Memory between elements does not
     count.
-    Cost: linear in the elements in memory; 16 temporary bytes per element of one piece.
+    Cost: linear in the elements in memory; up to 24 temporary bytes per element of one piece.
     """
     with uncounted():
         return _checksum(tensor)
@@ -139,9 +139,12 @@ def _sums(tensor: Tensor) -> Tensor:
     elements = _elements(tensor)
     dtype = torch.float64 if elements.dtype == torch.float64 else torch.float32
     weights = _weights(elements)
-    both = torch.stack([weights, weights * torch.arange(weights.numel(), device=weights.device)])
-    both = both.to(dtype).mul_(2.0**-63)
-    for number, piece in enumerate(_pieces(elements, weights.numel())):
+    both = torch.empty((2, weights.numel()), dtype=dtype, device=tensor.device)
+    both[0] = weights
+    both[1] = weights.mul_(weights)  # modulo 2**64: unrelated to the first ones
+    both.mul_(2.0**-63)
+    del weights
+    for number, piece in enumerate(_pieces(elements, both.shape[1])):
         wide = piece.to(dtype).reshape(-1)
         total[:2] += torch.mv(both[:, : piece.numel()], wide) * (1 + number % 7)
         total[2] += torch.dot(wide, wide)

@@ -149,8 +149,6 @@ class CycleModel:
 
     def peak_by_probe(self, cycle: Cycle, costs: CostTable, probe: Plan, plan: Plan) -> float:
         """Return the peak of a plan, corrected by a metered cycle under another one, in blocks that both run alike."""
-        from actckpt.planner.simulation import needs
-
         is_alike: list[bool] = [*map(operator.eq, probe.actions, plan.actions), False]  # the last one: no block runs
         errors = self._errors(cycle, needs(costs, probe))
         rows = zip(self._rows, needs(costs, plan), errors, strict=True)

@@ -98,7 +98,7 @@ Act = Callable[[], object]
 
 
 class _Hook:
-    """Does once what it is told, where a backward comes to the middle, and notes what is alive there."""
+    """Calls `act` once when a backward reaches the middle of the graph, and records the live bytes there."""
 
     def __init__(self, live: LiveStorages, graph: Graph) -> None:
         self._live = live

@@ -32,7 +32,7 @@ _CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
 @pytest.fixture(params=_CALLS)
 def who(request: pytest.FixtureRequest) -> str:
     if request.param == "estimate" and on_device.device_type != "cpu":
-        pytest.skip("estimate runs its steps on fake tensors of the CPU, which device tensors would not be")
+        pytest.skip("estimate replaces tensors of the CPU by fake ones, and this step makes tensors of the device")
     return str(request.param)
 
 

@@ -54,7 +54,7 @@ def test_a_simple_policy_that_fits_by_measurement_is_tried() -> None:
             break
     plan = plan_of(model)
     if on_device.device_type != "cpu" and not plan.race:
-        pytest.skip("this plan takes no time on this device, and then there are no trials")
+        pytest.skip("replays take no time on the simulated device, so the plan needs no trials")
     rows = {row.name: row for row in plan.race}
     assert rows["keep matmuls"].fits and rows["keep matmuls"].seconds is not None, rows
     assert rows["keep matmuls"].peak_bytes <= budget_bytes and not rows["nothing"].fits

@@ -232,7 +232,7 @@ def test_audits_hold_no_memory_of_the_device(options: dict[str, object]) -> None
     for audit in ("off", "always"):
         actckpt.configure(audit=audit)  # until the fixture of all tests puts it back
         block, x = _Block().to("sim"), _inputs().requires_grad_()
-        actckpt.checkpoint(block, x, **options).sum().backward()  # what first calls allocate for good
+        actckpt.checkpoint(block, x, **options).sum().backward()  # a first call allocates what stays
         gc.collect()
         before = torch.accelerator.memory_allocated()
         y = actckpt.checkpoint(block, x, **options)

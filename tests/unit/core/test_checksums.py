@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt._core.checksums import (
     _checksum as checksum,  # which modes see
+    are_close,
     compact,
+    sums,
 )
 from actckpt.memory import LiveStorages
 
@@ -99,3 +101,11 @@ def test_a_compact_view_expands_to_the_tensor() -> None:
     assert compact(tensor).untyped_storage() is tensor.untyped_storage()
     assert compact(tensor).clone().nbytes == 5 * 4
     assert torch.equal(compact(tensor).clone().expand(tensor.shape), tensor)
+
+
+def test_another_order_is_not_taken_for_rounding() -> None:
+    for size in (31, 257, 1000):
+        x = torch.linspace(0.1, 0.9, size).exp()
+        of_x = sums(x)
+        assert are_close(of_x, sums(x + 1e-7 * x), x.dtype)
+        assert not any(are_close(of_x, sums(x.roll(shift)), x.dtype) for shift in range(1, size))
