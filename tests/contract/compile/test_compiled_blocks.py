@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import shutil
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from heap import allocated_bytes
 from oracle import assert_equal, leaf, theirs
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -72,26 +72,11 @@ def _gradients(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, mo
 
 def _held_bytes(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> int:
     """Return what a forward leaves behind, as the allocator of the C library counts it."""
-    before = _allocated_bytes()
+    before = allocated_bytes()
     y = call(x)
-    held = _allocated_bytes() - before
+    held = allocated_bytes() - before
     y.sum().backward()
     return held
-
-
-def _allocated_bytes() -> int:
-    class Info(ctypes.Structure):
-        _fields_ = [
-            (name, ctypes.c_size_t)
-            for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
-        ] + [("rest", ctypes.c_size_t * 2)]
-
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallinfo2"):
-        pytest.skip("the C library does not tell what is allocated")
-    library.mallinfo2.restype = Info
-    info = library.mallinfo2()
-    return int(info.hblkhd + info.uordblks)
 
 
 @runs_compiled
