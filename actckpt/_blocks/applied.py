@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from actckpt import config
 from actckpt._blocks.arguments import exclude_from_offload
 from actckpt._blocks.block_group import BlockGroup
 from actckpt._blocks.choosing import Blocks, check_made, check_model, chosen_blocks, nothing_found
+from actckpt._blocks.first_calls import FirstCalls
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
@@ -32,7 +32,6 @@ from actckpt._text.listed import listed
 from actckpt.action import Action
 from actckpt.api import offload
 from actckpt.errors import BlocksError
-from actckpt.policies import PerOp
 
 __all__ = [
     *("CheckpointedForward", "Settings", "applied_blocks", "blocks_of", "check_no_copy", "count_calls", "find_blocks"),
@@ -174,6 +173,7 @@ class CheckpointedForward:
         self.use(settings)
         #: As passed to `apply`: copies start with these.
         self._calls_as_applied = self._calls
+        self.first_calls = FirstCalls(name)
         #: The result of `block.compile()`, if this object runs around it.
         self.compiled: Callable[..., Any] | None = None
         #: The instance's own forward before, for example from another library's patch.
@@ -183,7 +183,8 @@ class CheckpointedForward:
     def __getstate__(self) -> dict[str, Any]:
         # A copy has not run, and a budget for this model is solved anew for the copy. The copy is not compiled either:
         # modules do not copy that.
-        new = {"has_run": False, "profiling_override": None, "planned_size": None, "compiled": None}
+        new: dict[str, Any] = {"has_run": False, "profiling_override": None, "planned_size": None, "compiled": None}
+        new["first_calls"] = FirstCalls(self.name)
         return {**vars(self), "_calls": self._calls_as_applied, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -315,8 +316,8 @@ class CheckpointedForward:
         figures = None if record is None else record.figures
         options, is_planned = call_settings.options, call_settings.is_planned
         is_rerun = options.policy in (None, "recompute", Action.RECOMPUTE)
-        if is_rerun and not is_planned and self.group.training is None and config.settings().opaque:
-            options = options._replace(policy=PerOp({}))  # a rerun would run again what is not repeatable
+        if is_rerun and not is_planned:
+            options = self.first_calls.changed(options, may_hold=self.group.training is None)
         if is_planned and options.offload_inputs:
             exclude_from_offload((args, kwargs))
         inside = RegionOptions(matches, figures, counts_anew=is_planned, is_block=True)

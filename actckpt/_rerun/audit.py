@@ -44,7 +44,16 @@ from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
 from actckpt.errors import RerunMismatchError
 
-__all__ = ["RerunAudit", "audit_of", "without_audits"]
+__all__ = [
+    "Digest",
+    "RerunAudit",
+    "audit_of",
+    "digest_of",
+    "has_same_checksum",
+    "is_auditing",
+    "is_same",
+    "without_audits",
+]
 
 #: Names of saved tensors that operators fill later, or not always.
 _UNWRITTEN = frozenset(
@@ -111,17 +120,21 @@ def audit_of(function: Callable[..., Any], *, raises: bool) -> RerunAudit | Lite
     Args:
         raises: whether a difference raises; false if the user chose that reruns draw other random numbers.
     """
-    mode = config.settings().audit
-    if mode == "off" or getattr(_thread, "is_off", False) or torch_private.is_tracing():
-        return None
-    if devices.is_capturing() or torch_private.innermost_transform() is not None:
+    if not is_auditing():
         return None
     hooks = torch_private.outer_hooks()
     if hooks is not None and not _may_audit(hooks):
         return False
     number = _count(function)
-    is_due = mode == "always" or number & (number - 1) == 0
+    is_due = config.settings().audit == "always" or number & (number - 1) == 0
     return RerunAudit(messages.name_of(function), raises=raises) if is_due else None
+
+
+def is_auditing() -> bool:
+    """Return whether calls of this thread may be audited now."""
+    if config.settings().audit == "off" or getattr(_thread, "is_off", False):
+        return False
+    return not (torch_private.is_tracing() or devices.is_capturing() or torch_private.innermost_transform() is not None)
 
 
 def _count(function: Callable[..., Any]) -> int:
@@ -190,7 +203,7 @@ def without_audits() -> Iterator[None]:
         _thread.is_off = before
 
 
-class _Digest(NamedTuple):
+class Digest(NamedTuple):
     """What is compared of a tensor."""
 
     shape: tuple[int, ...]
@@ -211,8 +224,8 @@ class RerunAudit:
         self._name = name
         self._raises = raises
         #: By index of the saved tensor: in forward, and in the last rerun.
-        self._found: dict[int, _Digest] = {}
-        self._rerun: dict[int, _Digest] = {}
+        self._found: dict[int, Digest] = {}
+        self._rerun: dict[int, Digest] = {}
         #: Warnings by index of tensors that differ; None for an error. None: not compared yet.
         self._different: dict[int, WarningText | None] | None = None
         #: Whether the current rerun is one of those that explain a difference.
@@ -222,7 +235,7 @@ class RerunAudit:
 
     def note(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the forward saves."""
-        if (digest := _digest(tensor)) is not None:
+        if (digest := digest_of(tensor)) is not None:
             self._found[index] = digest
 
     def begin_rerun(self) -> None:
@@ -233,7 +246,7 @@ class RerunAudit:
 
     def note_again(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the rerun saves."""
-        if index not in self._found or (digest := _digest(tensor, self._found[index])) is None:
+        if index not in self._found or (digest := digest_of(tensor, self._found[index])) is None:
             return
         self._rerun[index] = digest
         self._modules.setdefault(index, module_name())
@@ -290,7 +303,7 @@ class RerunAudit:
                 for index, again in dict(self._rerun).items()
                 if self._found[index].strides == again.strides and self._found[index].is_conj == again.is_conj
             }
-            different = [index for index, pair in pairs.items() if not _has_same_checksum(*pair)]
+            different = [index for index, pair in pairs.items() if not has_same_checksum(*pair)]
             if not self._raises:
                 return dict.fromkeys(different, _OTHER_NUMBERS)
             return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
@@ -312,7 +325,7 @@ _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
-def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
+def digest_of(tensor: Tensor, forward: Digest | None = None) -> Digest | None:
     """Return the digest of a tensor, laid out as in the forward where no elements share memory."""
     is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
     if not is_plain or tensor.is_meta or tensor.is_quantized:
@@ -328,7 +341,7 @@ def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
         if forward is not None and forward.strides != tensor.stride() and _are_apart(forward.shape, forward.strides):
             with uncounted():
                 tensor = tensor.new_empty_strided(forward.shape, forward.strides).copy_(tensor)
-        return _Digest(
+        return Digest(
             tuple(tensor.shape),
             tensor.stride(),
             tensor.dtype,
@@ -339,24 +352,26 @@ def _digest(tensor: Tensor, forward: _Digest | None = None) -> _Digest | None:
     return None
 
 
-def _is_rounded(one: _Digest, other: _Digest) -> bool:
+def _is_rounded(one: Digest, other: Digest) -> bool:
     if one.sums is None or other.sums is None:
         return False
     return are_close(one.sums.read(), other.sums.read(), one.dtype)
 
 
-def _has_same_checksum(one: _Digest, other: _Digest) -> bool:
+def has_same_checksum(one: Digest, other: Digest) -> bool:
+    """Return whether two tensors have the same bits. Waits for the device."""
     return torch.equal(one.checksum.read(), other.checksum.read())
 
 
-def _is_same(one: _Digest, other: _Digest) -> bool:
-    return _has_same_checksum(one, other) or _is_rounded(one, other)
+def is_same(one: Digest, other: Digest) -> bool:
+    """Return whether two tensors are the same, but for rounding. Waits for the device."""
+    return has_same_checksum(one, other) or _is_rounded(one, other)
 
 
-def _depends_on_memory(one: _Digest, other: _Digest, third: _Digest, *unfilled: _Digest) -> bool:
+def _depends_on_memory(one: Digest, other: Digest, third: Digest, *unfilled: Digest) -> bool:
     """Whether runs with filled memory agree, and runs without do not agree with them."""
-    are_same = _has_same_checksum(one, other) and _has_same_checksum(one, third)
-    return are_same and not any(_is_same(one, each) for each in unfilled)
+    are_same = has_same_checksum(one, other) and has_same_checksum(one, third)
+    return are_same and not any(is_same(one, each) for each in unfilled)
 
 
 def _are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

@@ -1,10 +1,14 @@
-"""`apply` with operators that give other results each time, as dispatches to experts do: listed ones are kept."""
+"""`apply` with operators that give other results each time, as dispatches to experts do: their results are kept."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import ctypes
 import itertools
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ from oracle import assert_equal
 from torch import Tensor, nn
 
 import actckpt
-from actckpt.errors import RerunMismatchError
+from actckpt.errors import ActckptWarning, RerunMismatchError
 
 _ROWS = 12
 
@@ -73,8 +77,8 @@ class _Outside(torch.autograd.Function):
 
 
 DISPATCHES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "actckpt_tests.dispatch": _dispatch,
-    "actckpt_tests.dispatch_padded": _dispatch_padded,
+    "actckpt_tests.dispatch": lambda x: _dispatch(x),  # unlike functions, operators cannot be copied
+    "actckpt_tests.dispatch_padded": lambda x: _dispatch_padded(x),
     "outside of the dispatcher": _Outside.apply,
 }
 
@@ -128,9 +132,167 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_one_that_is_not_listed_raises(name: str) -> None:
+def test_what_no_operator_calls_raises_if_it_is_not_listed() -> None:
     with pytest.raises(RerunMismatchError, match=r"no right gradient|saves other|different"):
-        _gradients(_applied(DISPATCHES[name]))
+        _gradients(_applied(_Outside.apply))
+
+
+@contextlib.contextmanager
+def _found(operator: str) -> Iterator[None]:
+    with pytest.warns(ActckptWarning, match=f"{operator}.*returns other values"):
+        yield
+    assert actckpt.configure().opaque == (f"{operator}.default",)
+
+
+@pytest.fixture(params=["actckpt_tests.dispatch", "actckpt_tests.dispatch_padded"])
+def operator(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("has_effect", [False, True])
+def test_operators_that_are_not_listed_are_found_in_the_first_step(operator: str, has_effect: bool) -> None:
+    expected, model = _gradients(Model(DISPATCHES[operator])), _applied(DISPATCHES[operator])
+    with _effect(operator) if has_effect else contextlib.nullcontext():
+        with _found(operator):
+            assert_equal(_gradients(model), expected)
+        assert model.blocks[0].num_calls == 2
+        for _ in range(3):
+            assert_equal(_gradients(model), expected)
+    assert model.blocks[0].num_calls == 5
+
+
+@contextlib.contextmanager
+def _effect(operator: str) -> Iterator[None]:
+    from torch._higher_order_ops import effects
+
+    overload = getattr(torch.ops.actckpt_tests, operator.partition(".")[2]).default
+    effects._register_effectful_op(overload, effects._EffectType.ORDERED)
+    try:
+        yield
+    finally:
+        if hasattr(effects, "_deregister_effectful_op"):  # torch 2.9
+            effects._deregister_effectful_op(overload)
+        else:
+            effects._register_effectful_op(overload, None)
+
+
+def _losses(model: nn.Module, num: int) -> tuple[list[Tensor], list[Tensor]]:
+    x = torch.arange(4.0 * _ROWS, dtype=torch.float64).reshape(_ROWS, 4).remainder(3).requires_grad_()
+    model.zero_grad()
+    return [model(x * (i + 1)).sum() for i in range(num)], [x, *model.parameters()]
+
+
+def test_they_are_found_when_several_forwards_precede_the_first_backward(operator: str) -> None:
+    losses, leaves = _losses(Model(DISPATCHES[operator]), 3)
+    expected = [torch.autograd.grad(loss, leaves) for loss in losses]
+    losses, leaves = _losses(_applied(DISPATCHES[operator]), 3)
+    with _found(operator):
+        found = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other)
+
+
+def test_they_are_found_when_two_backwards_run_through_one_graph(operator: str) -> None:
+    (loss,), leaves = _losses(Model(DISPATCHES[operator]), 1)
+    expected = torch.autograd.grad(loss, leaves)
+    (loss,), leaves = _losses(_applied(DISPATCHES[operator]), 1)
+    with _found(operator):
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert_equal(first, expected)
+    assert_equal(torch.autograd.grad(loss, leaves), expected)
+
+
+def test_a_copy_of_the_model_finds_them_anew(operator: str) -> None:
+    expected, model = _gradients(Model(DISPATCHES[operator])), _applied(DISPATCHES[operator])
+    with _found(operator):
+        _gradients(model)
+    actckpt.configure(opaque=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # shown once per operator
+        assert_equal(_gradients(copy.deepcopy(model)), expected)
+    assert actckpt.configure().opaque == (f"{operator}.default",)
+
+
+class _Overwriting(Experts):
+    """Overwrites what the dispatch returned, so that nobody has its first results in a rerun."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved, layout = self.dispatch(x)
+        layout.add_(1)
+        moved = self.second(self.first(moved).square().relu())
+        return x + torch.zeros_like(x).index_copy(0, layout - 1, moved)
+
+
+def test_results_that_are_overwritten_raise() -> None:
+    @torch.library.custom_op("actckpt_tests::layout", mutates_args=())
+    def layout_of(x: Tensor) -> Tensor:
+        return torch.from_numpy(_layout(len(x)))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Overwriting(lambda x: (x[layout := layout_of(x)], layout)) for _ in range(2)))
+    actckpt.apply(model, blocks=_Overwriting)
+    with pytest.raises(RerunMismatchError):
+        _gradients(model)
+
+
+def _of_rounding(x: Tensor) -> Tensor:
+    return x * 2 * (1 + next(_Calls.num) % 2 * 2.0**-50)
+
+
+def _of_random_numbers(x: Tensor) -> Tensor:
+    return x * 2 * torch.rand(x.shape, dtype=x.dtype).round()
+
+
+def _of_arguments(x: Tensor) -> Tensor:
+    return x * 2
+
+
+_made: list[weakref.ref[Any]] = []
+
+
+@pytest.mark.filterwarnings("ignore:The rerun of .* as small as one of rounding")
+@pytest.mark.parametrize("function", [_of_rounding, _of_random_numbers, _of_arguments])
+def test_operators_that_are_repeatable_are_rerun(function: Callable[[Tensor], Tensor]) -> None:
+    """With random numbers of torch, too, which reruns restore."""
+
+    def doubled(x: Tensor) -> Tensor:
+        result = function(x)
+        _made.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    operator = torch.library.custom_op(f"actckpt_tests::double{function.__name__}", mutates_args=())(doubled)
+    operator.register_autograd(lambda ctx, grad: grad * 2)
+    model = nn.Sequential(*(nn.Sequential(_Called(operator), nn.Linear(4, 4), nn.Tanh()) for _ in range(2))).double()
+    actckpt.apply(model, blocks=nn.Sequential)
+    _made.clear()
+    for _ in range(2):
+        loss = model(torch.randn(3, 4).double()).square().sum()
+        loss.backward()
+        del loss
+        assert not any(storage() is not None for storage in _made)
+    assert actckpt.configure().opaque == ()
+    assert len(_made) == 8  # 2 blocks, in a forward and a rerun, of 2 steps
+
+
+class _Called(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("share", ["30%", "60%", "90%"])
+def test_a_plan_runs_no_block_again_whose_operators_are_listed(name: str, share: str) -> None:
+    expected, model = (
+        _gradients(Model(DISPATCHES[name])),
+        _applied(DISPATCHES[name], budget=share, on_infeasible="warn"),
+    )
+    actckpt.configure(opaque=["blocks.*"] if name.startswith("outside") else [name])
+    for number in range(5):
+        assert_equal(_gradients(model), expected)
+        assert model.blocks[0].num_calls == number + 1
 
 
 @pytest.mark.parametrize("dot", [".", "::"])  # torch's own spelling, too

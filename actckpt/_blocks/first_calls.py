@@ -1,0 +1,178 @@
+"""First calls of blocks: which operators give other results when a rerun calls them again.
+
+Dispatches to experts may assign rows in another order each time, even with the same arguments. So until a rerun of a
+block has ended, its calls hold the results of operators outside of aten and of collectives. The rerun calls these
+operators, compares, and returns the results that the forward had. So this step has the right gradients. An operator
+whose results differ by more than rounding is added to `configure(opaque=[...])`, with a warning. From then on, `apply`
+replays blocks, and keeps its results.
+
+What is not held: results of operators that write to arguments or return views of them, subclasses of tensors, tensors
+that the block overwrites, and what kernels write that no operator calls. The audit of reruns raises where these differ.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import noop_context_fn
+
+from actckpt import config
+from actckpt._C import Paused
+from actckpt._core import torch_private
+from actckpt._core.checksums import uncounted
+from actckpt._core.observing_mode import ObservingMode
+from actckpt._core.sites import warn_user
+from actckpt._core.warning_texts import WarningText
+from actckpt._options import CheckpointOptions
+from actckpt._replay.operators import Operator, operator_of
+from actckpt._rerun.audit import Digest, digest_of, has_same_checksum, is_auditing, is_same
+from actckpt.policies import PerOp
+
+__all__ = ["FirstCalls"]
+
+#: Maximum number of calls that hold results while no rerun ends: a block may never be rerun.
+_MOST_CALLS = 16
+_NOT_REPEATABLE = WarningText(
+    "apply: in {block}, {operator} returns other values when it runs again with the same arguments. Its first results "
+    "were used. From now on blocks are replayed, and its results are kept.",
+    'actckpt.configure(opaque=["{operator}"]) before the first step does the same.',
+    per="operator",
+)
+
+
+class FirstCalls:
+    """How reruns of one block run: whether calls hold results, or are replayed."""
+
+    def __init__(self, block: str) -> None:
+        self.block = block
+        self._num_left = _MOST_CALLS if torch_private.runs_compiled_below_modes else 0
+
+    def changed(self, options: CheckpointOptions, *, may_hold: bool) -> CheckpointOptions:
+        """Return the options of the next call, which would be rerun.
+
+        Args:
+            may_hold: whether it may hold results; false with a budget, which would count them.
+        """
+        if config.settings().opaque:  # a rerun would run again what is not repeatable
+            return options._replace(policy=PerOp({}))
+        is_usual = options.preserve_rng_state and options.determinism_check == "default"
+        if not may_hold or not self._num_left or not is_usual or options.context_fn is not noop_context_fn:
+            return options
+        if torch.compiler.is_compiling() or not is_auditing():
+            return options
+        self._num_left -= 1
+        return options._replace(policy=None, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[_Holding, _Giving]:
+        calls: list[_Call | None] = []
+        return _Holding(calls), _Giving(calls, self)
+
+    def end(self, different: list[str]) -> None:
+        """A rerun has ended.
+
+        Args:
+            different: names of the operators whose results differed.
+        """
+        self._num_left = 0
+        for name in dict.fromkeys(different):
+            opaque = config.settings().opaque
+            if name not in opaque:
+                config.configure(opaque=[*opaque, name])
+                warn_user(_NOT_REPEATABLE, block=repr(self.block), operator=name)
+
+
+class _Call(NamedTuple):
+    """What an operator returned."""
+
+    operator: Any
+    results: list[Tensor]
+    digests: list[Digest]
+
+    def is_unchanged(self) -> bool:
+        """Return whether nothing has written to the results. Waits for the device."""
+        now = map(digest_of, self.results)
+        pairs = zip(self.digests, now, strict=True)
+        with Paused(), uncounted():
+            return all(again is not None and has_same_checksum(before, again) for before, again in pairs)
+
+    def beside(self, others: list[Tensor]) -> list[tuple[Digest, Digest]] | None:
+        """Return digests of the results beside those of others, None if a shape or dtype differs."""
+        if [(one.shape, one.dtype) for one in self.results] != [(other.shape, other.dtype) for other in others]:
+            return None
+        pairs = [(before, digest_of(other, before)) for before, other in zip(self.digests, others, strict=True)]
+        return [(before, again) for before, again in pairs if again is not None]
+
+
+class _Holding(ObservingMode):
+    """Holds results of operators in a forward."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: list[_Call | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if _may_differ(func):
+            results = _tensors(result)
+            digests = [digest for tensor in results if (digest := digest_of(tensor)) is not None]
+            held = [tensor.detach() for tensor in results]
+            self._calls.append(_Call(func, held, digests) if held and len(digests) == len(held) else None)
+        return result
+
+
+class _Giving(ObservingMode):
+    """Compares results of operators in a rerun with those of the forward, and returns the latter."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, calls: list[_Call | None], first_calls: FirstCalls) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._calls, self._first_calls = calls, first_calls
+
+    def __enter__(self) -> Any:
+        self._number = 0
+        #: Names of operators, with digests of each of their results in forward and rerun; None: of another shape.
+        self._compared: list[tuple[str, list[tuple[Digest, Digest]] | None]] = []
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        with Paused(), uncounted():
+            different = [name for name, pairs in self._compared if pairs is None or not all(is_same(*p) for p in pairs)]
+        self._compared = []
+        self._first_calls.end(different)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not _may_differ(func):
+            return result
+        call = self._calls[self._number] if self._number < len(self._calls) else None
+        self._number += 1
+        if call is None or call.operator is not func:
+            return result
+        if not call.is_unchanged():
+            return result
+        self._compared.append((str(func), call.beside(_tensors(result))))
+        given = [tensor.detach() for tensor in call.results]
+        return given[0] if isinstance(result, Tensor) else type(result)(given)
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_differ(func: Any) -> bool:
+    """Return whether an operator is outside of aten, and only returns new tensors."""
+    operator = operator_of(func)
+    if not isinstance(operator, Operator):
+        return False
+    returns_aliases = any(result.alias_info is not None for result in func._schema.returns)
+    return operator.is_foreign and not (operator.written or operator.written_names or returns_aliases)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors that an operator returned; none if it returned anything else."""
+    results = list(result) if type(result) in (tuple, list) else [result]
+    return results if all(isinstance(each, Tensor) for each in results) else []
