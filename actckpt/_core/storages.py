@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from actckpt._core import torch_private
 from actckpt._core.subclasses import parts_of
 
 __all__ = ["gradient_of", "storages_of", "tensors_in"]
@@ -57,5 +58,7 @@ def _tensor_storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         yield from storages_of(list(parts.values()))
     elif tensor.layout in _COMPRESSED_PARTS:
         yield from storages_of([getattr(tensor, part)() for part in _COMPRESSED_PARTS[tensor.layout]])
+    elif torch_private.is_wrapped(tensor):
+        yield from _tensor_storages(torch_private.unwrapped(tensor))
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()

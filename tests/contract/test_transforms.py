@@ -181,3 +181,12 @@ def test_backward_of_the_results_of_vmap_needs_a_policy() -> None:
     expected = torch.autograd.grad((x * w).sin().sum(), w)
     found = torch.func.vmap(lambda row: actckpt.checkpoint(lambda: (row * w).sin(), policy=[]))(x)
     assert_equal(torch.autograd.grad(found.sum(), w), expected)
+
+
+def test_apply_with_a_policy_inside_of_vmap() -> None:
+    x, block = torch.rand(2, 3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    expected = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    actckpt.apply(model := torch.nn.Sequential(block), "matmuls", blocks=["0"])
+    for _ in range(2):
+        found = torch.autograd.grad(torch.func.vmap(model)(x).sum(), list(block.parameters()))
+        torch.testing.assert_close(found, expected)

@@ -107,9 +107,11 @@ from actckpt._core.torch_private.tensors import (
 from actckpt._core.torch_private.transforms import (
     below_transforms,
     innermost_transform,
+    is_wrapped,
     is_zero_tangent,
     set_tangents_enabled,
     tangents_enabled,
+    unwrapped,
 )
 
 __all__ = [
@@ -157,6 +159,7 @@ __all__ = [
     "is_function_mode_enabled",
     "is_tracing",
     "is_unshared",
+    "is_wrapped",
     "is_zero_tangent",
     "keep_object",
     "keeps_graph",
@@ -193,6 +196,7 @@ __all__ = [
     "tangents_enabled",
     "top_hooks",
     "untraced",
+    "unwrapped",
     "wait_for_collective",
     "without_dispatch",
     "without_functions",

@@ -18,6 +18,9 @@ innermost_transform: Callable[[], Any] = lookup("torch._C._functorch.peek_interp
 _pop_transform: Callable[[], Any] = lookup("torch._C._functorch.pop_dynamic_layer_stack")
 _push_transform: Callable[[Any], object] = lookup("torch._C._functorch.push_dynamic_layer_stack")
 
+#: Whether a tensor is one that a `torch.func` transform wrapped, and the tensor inside, perhaps wrapped again.
+is_wrapped: Callable[[torch.Tensor], bool] = lookup("torch._C._functorch.is_functorch_wrapped_tensor")
+unwrapped: Callable[[torch.Tensor], torch.Tensor] = lookup("torch._C._functorch.get_unwrapped")
 #: Whether a tensor is a zero tangent, which has no bytes.
 is_zero_tangent: Callable[[torch.Tensor], bool] = lookup("torch.Tensor._is_zerotensor")
 
