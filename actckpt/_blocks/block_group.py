@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
+from actckpt import config
 from actckpt._blocks.other_checkpointing import holders, is_on, take_over
 from actckpt._blocks.recording import RecordedCall, Recording
 from actckpt._core.sites import warn_user
@@ -16,6 +17,7 @@ from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
+from actckpt._replay.tape import matched_opaque
 from actckpt.planner.plans import Plan
 
 __all__ = ["BlockGroup"]
@@ -35,6 +37,12 @@ _IDLE = WarningText(
     "it calls. If it skips blocks at random (layer dropout), ignore this.",
     per="model",
 )
+_NOTHING_OPAQUE = WarningText(
+    "apply: nothing in {blocks} blocks has a name in configure(opaque={names}), in the first step. Blocks are replayed "
+    "all the same.",
+    "Name operators that run in the blocks, such as mylib.dispatch, or modules by their qualified names.",
+    per="model",
+)
 _UNPLANNED = WarningText(
     "apply: block {block!r} runs, and did not when the plan was made, or less often: for example with layer dropout, "
     "or in a loop whose length depends on the data. It is recomputed, and {consequence}.",
@@ -51,6 +59,7 @@ class Block(Protocol):
     name: str
     block: torch.nn.Module
     has_run: bool
+    compiled: Callable[..., Any] | None
 
     def begin(self) -> None:
         """A forward of the model starts."""
@@ -252,7 +261,14 @@ class BlockGroup:
         self.matches.end("apply: the blocks")
         if self.training is not None and not self.training.is_called:
             warn_user(_NEVER_CALLED, model=self.training.model_name)
+        self._tell_opaque()
         self.tell_idle()
+
+    def _tell_opaque(self) -> None:
+        """Warn of names in `configure(opaque=...)` that match nothing. Of compiled code they are unknown."""
+        unmatched = [name for name in config.settings().opaque if name not in matched_opaque]
+        if unmatched and not any(forward.compiled for forward in self.forwards.values()):
+            warn_user(_NOTHING_OPAQUE, blocks=len(self.forwards), names=unmatched)
 
     def tell_idle(self) -> None:
         """Warn if blocks did not run."""
