@@ -37,13 +37,13 @@ def _layout(num_rows: int, num_padded: int = 0) -> np.ndarray[Any, Any]:
 
 @torch.library.custom_op("actckpt_tests::dispatch", mutates_args=())
 def _dispatch(x: Tensor) -> tuple[Tensor, Tensor]:
-    layout = torch.from_numpy(_layout(len(x)))
+    layout = torch.from_numpy(_layout(len(x))).to(x.device)
     return x[layout], layout
 
 
 @torch.library.custom_op("actckpt_tests::dispatch_padded", mutates_args=())
 def _dispatch_padded(x: Tensor) -> tuple[Tensor, Tensor]:
-    layout = torch.from_numpy(_layout(len(x), num_padded=next(_Calls.num) % 5))
+    layout = torch.from_numpy(_layout(len(x), num_padded=next(_Calls.num) % 5)).to(x.device)
     return torch.where((layout < 0)[:, None], 0, x[layout]), layout
 
 
@@ -226,7 +226,7 @@ class _Overwriting(Experts):
 def test_results_that_are_overwritten_raise() -> None:
     @torch.library.custom_op("actckpt_tests::layout", mutates_args=())
     def layout_of(x: Tensor) -> Tensor:
-        return torch.from_numpy(_layout(len(x)))
+        return torch.from_numpy(_layout(len(x))).to(x.device)
 
     torch.manual_seed(0)
     model = nn.Sequential(*(_Overwriting(lambda x: (x[layout := layout_of(x)], layout)) for _ in range(2)))
