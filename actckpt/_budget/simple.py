@@ -16,7 +16,7 @@ from actckpt.planner.solving import solve
 
 __all__ = ["NOTHING", "plain_plan", "probe_of", "simple_plans"]
 
-NOTHING = "nothing"
+NOTHING = "keep everything"
 #: More memory than any machine has: with this budget everything is kept.
 _UNLIMITED = 2**62
 

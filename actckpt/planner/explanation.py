@@ -163,7 +163,8 @@ def _raced(plan: Plan) -> Iterator[str]:
 
 
 def _times(plan: Plan) -> str:
-    text = f"Budget {format_bytes(plan.budget_bytes)}: forward and backward are predicted to take "
+    exceeds = ", which this plan exceeds" if plan.peak_bytes > plan.budget_bytes else ""
+    text = f"Budget {format_bytes(plan.budget_bytes)}{exceeds}: forward and backward are predicted to take "
     tried = [row.seconds for row in plan.race if row.name == plan.chosen and row.seconds is not None]
     text += format_seconds(plan.step_seconds) + (f" (in trials {format_seconds(tried[0])})" if tried else "")
     if plan.overhead_seconds == 0.0:
@@ -177,7 +178,8 @@ def _times(plan: Plan) -> str:
         (plan.read_wait_seconds, "waiting for copies back"),
     ]
     terms = ", ".join(f"{format_seconds(seconds)} {what}" for seconds, what in parts if seconds)
-    return f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {terms}. {_best(plan)}"
+    text = f"{text}, {_share(plan, plan.overhead_seconds)} more than with everything kept: {terms}."
+    return text if exceeds else f"{text} {_best(plan)}"
 
 
 def _best(plan: Plan) -> str:
@@ -187,10 +189,10 @@ def _best(plan: Plan) -> str:
     left = plan.budget_bytes - plan.peak_bytes
     is_left = left > _LEFT * plan.budget_bytes
     if plan.overhead_seconds - plan.bound_seconds <= _ROUNDING * plan.plain_seconds:
-        other = f", also none that uses the {format_bytes(left)} that this one leaves of it" if is_left else ""
+        other = f", even one that uses the {format_bytes(left)} left" if is_left else ""
         return f"No plan for this budget is predicted to be faster{other}."
     text = f"No plan for this budget is predicted to add less than {_share(plan, plan.bound_seconds)}."
-    return f"{text} This one leaves {format_bytes(left)} of it." if is_left else text
+    return f"{text} {format_bytes(left)} of it are left." if is_left else text
 
 
 def _time(plan: Plan, seconds: float) -> str:
@@ -224,7 +226,7 @@ def _whole_blocks(plan: Plan) -> Iterator[str]:
         if block.recording_s and not rerun and block.is_recorded(actions)
     }
     reruns = {index: block.rerun_seconds for index, (block, _, rerun) in enumerate(entries) if rerun}
-    for what, seconds in (("Recorded, so that not all of it is kept", recorded), ("Run again as a whole", reruns)):
+    for what, seconds in (("Recorded, to keep some values", recorded), ("Run again as a whole", reruns)):
         if seconds:
             yield f"{what}: {say_blocks(plan, seconds)}: {format_seconds(sum(seconds.values()))}."
 
