@@ -13,6 +13,7 @@ that the block overwrites, and what kernels write that no operator calls. The au
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,14 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import config
-from actckpt._C import Paused
-from actckpt._core import torch_private
-from actckpt._core.checksums import uncounted
+from actckpt._core import random_state, torch_private
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import warn_user
+from actckpt._core.storages import storages_of
 from actckpt._core.warning_texts import WarningText
 from actckpt._options import CheckpointOptions
 from actckpt._replay.operators import Operator, operator_of
-from actckpt._rerun.audit import Digest, digest_of, has_same_checksum, is_auditing, is_same
+from actckpt._rerun.audit import Digest, Filling, depends_on_memory, is_auditing
 from actckpt.policies import PerOp
 
 __all__ = ["FirstCalls"]
@@ -93,17 +93,40 @@ class _Call(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """Return whether nothing has written to the results. Waits for the device."""
-        now = map(digest_of, self.results)
-        pairs = zip(self.digests, now, strict=True)
-        with Paused(), uncounted():
-            return all(again is not None and has_same_checksum(before, again) for before, again in pairs)
+        pairs = zip(self.digests, map(Digest.of, self.results), strict=True)
+        return all(again is not None and before.has_same_bits(again) for before, again in pairs)
 
-    def beside(self, others: list[Tensor]) -> list[tuple[Digest, Digest]] | None:
-        """Return digests of the results beside those of others, None if a shape or dtype differs."""
-        if [(one.shape, one.dtype) for one in self.results] != [(other.shape, other.dtype) for other in others]:
+    def is_repeated_by(self, results: list[Tensor], run: Callable[[], Any]) -> bool:
+        """Return whether other results are the same, but for rounding and for memory that the operator never writes.
+
+        Args:
+            run: runs the operator again.
+        """
+        again = self._digests_of(results)
+        if again is None:
+            return False
+        different = [
+            index for index, pair in enumerate(zip(self.digests, again, strict=True)) if not pair[0].is_same(pair[1])
+        ]
+        if not different:
+            return True
+        states = random_state.capture(random_state.generators_of_region(result.device for result in results))
+        filled = []
+        for _ in range(3):
+            with Filling(), random_state.swapped_in(states):  # type: ignore[no-untyped-call]
+                filled.append(self._digests_of(_tensors(run())))
+        runs = [digests for digests in filled if digests is not None]
+        return len(runs) == len(filled) and all(
+            depends_on_memory(*(digests[index] for digests in (*runs, self.digests, again))) for index in different
+        )
+
+    def _digests_of(self, results: list[Tensor]) -> list[Digest] | None:
+        """Return digests of other results, None if a shape or dtype differs."""
+        if [(one.shape, one.dtype) for one in self.results] != [(other.shape, other.dtype) for other in results]:
             return None
-        pairs = [(before, digest_of(other, before)) for before, other in zip(self.digests, others, strict=True)]
-        return [(before, again) for before, again in pairs if again is not None]
+        digests = [Digest.of(result, before) for result, before in zip(results, self.digests, strict=True)]
+        found = [digest for digest in digests if digest is not None]
+        return found if len(found) == len(digests) else self.digests  # without memory for a digest, nothing is found
 
 
 class _Holding(ObservingMode):
@@ -118,10 +141,7 @@ class _Holding(ObservingMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _may_differ(func):
-            results = _tensors(result)
-            digests = [digest for tensor in results if (digest := digest_of(tensor)) is not None]
-            held = [tensor.detach() for tensor in results]
-            self._calls.append(_Call(func, held, digests) if held and len(digests) == len(held) else None)
+            self._calls.append(_held(func, result, (args, kwargs)))
         return result
 
 
@@ -136,19 +156,17 @@ class _Giving(ObservingMode):
 
     def __enter__(self) -> Any:
         self._number = 0
-        #: Names of operators, with digests of each of their results in forward and rerun; None: of another shape.
-        self._compared: list[tuple[str, list[tuple[Digest, Digest]] | None]] = []
+        #: Names of operators whose results differ.
+        self._different: list[str] = []
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        with Paused(), uncounted():
-            different = [name for name, pairs in self._compared if pairs is None or not all(is_same(*p) for p in pairs)]
-        self._compared = []
-        self._first_calls.end(different)
+        self._first_calls.end(self._different)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        run = functools.partial(func, *args, **(kwargs or {}))
+        result = run()
         if not _may_differ(func):
             return result
         call = self._calls[self._number] if self._number < len(self._calls) else None
@@ -157,7 +175,8 @@ class _Giving(ObservingMode):
             return result
         if not call.is_unchanged():
             return result
-        self._compared.append((str(func), call.beside(_tensors(result))))
+        if not call.is_repeated_by(_tensors(result), run):
+            self._different.append(str(func))
         given = [tensor.detach() for tensor in call.results]
         return given[0] if isinstance(result, Tensor) else type(result)(given)
 
@@ -170,6 +189,18 @@ def _may_differ(func: Any) -> bool:
         return False
     returns_aliases = any(result.alias_info is not None for result in func._schema.returns)
     return operator.is_foreign and not (operator.written or operator.written_names or returns_aliases)
+
+
+def _held(func: Any, result: Any, arguments: Any) -> _Call | None:
+    """Return what an operator returned, None if it cannot be compared, or is memory of the arguments."""
+    results = _tensors(result)
+    digests = [digest for tensor in results if (digest := Digest.of(tensor)) is not None]
+    if not results or len(digests) < len(results):
+        return None
+    passed = {id(storage) for storage in storages_of(arguments)}
+    if any(id(tensor.untyped_storage()) in passed for tensor in results):
+        return None
+    return _Call(func, [tensor.detach() for tensor in results], digests)
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -41,19 +41,11 @@ from actckpt._core.functions import contents_of
 from actckpt._core.hooks import is_ours
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
+from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt.errors import RerunMismatchError
 
-__all__ = [
-    "Digest",
-    "RerunAudit",
-    "audit_of",
-    "digest_of",
-    "has_same_checksum",
-    "is_auditing",
-    "is_same",
-    "without_audits",
-]
+__all__ = ["Digest", "Filling", "RerunAudit", "audit_of", "depends_on_memory", "is_auditing", "without_audits"]
 
 #: Names of saved tensors that operators fill later, or not always.
 _UNWRITTEN = frozenset(
@@ -213,6 +205,49 @@ class Digest(NamedTuple):
     checksum: Result
     sums: Result | None
 
+    @classmethod
+    def of(cls, tensor: Tensor, forward: Digest | None = None) -> Digest | None:
+        """Return the digest of a tensor, laid out as in the forward where no elements share memory."""
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        if not is_plain or tensor.is_meta or tensor.is_quantized:
+            return None
+        base = tensor._base if tensor._is_view() else tensor
+        is_of_parameter = isinstance(base, torch.nn.Parameter) or hasattr(base, _OF_PARAMETER)
+        if base is None or is_of_parameter or torch_private.is_zero_tangent(tensor):
+            return None
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            return None
+        has_sums = tensor.is_floating_point() or tensor.is_complex()
+        with Paused(), suppress(torch.OutOfMemoryError, NotImplementedError):  # an audit must not fail the step
+            if forward and forward.strides != tensor.stride() and _are_apart(forward.shape, forward.strides):
+                with uncounted():
+                    tensor = tensor.new_empty_strided(forward.shape, forward.strides).copy_(tensor)
+            return cls(
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.dtype,
+                tensor.is_conj() or tensor.is_neg(),
+                Result(checksum(tensor)),
+                Result(sums(tensor)) if has_sums else None,
+            )
+        return None
+
+    def has_same_bits(self, other: Digest) -> bool:
+        """Waits for the device, as the other comparisons do."""
+        with Paused(), uncounted():
+            return torch.equal(self.checksum.read(), other.checksum.read())
+
+    def is_close(self, other: Digest) -> bool:
+        """Whether rounding may explain a difference."""
+        if self.sums is None or other.sums is None:
+            return False
+        with Paused(), uncounted():
+            return are_close(self.sums.read(), other.sums.read(), self.dtype)
+
+    def is_same(self, other: Digest) -> bool:
+        """Whether the tensors are the same, but for rounding."""
+        return self.has_same_bits(other) or self.is_close(other)
+
 
 class RerunAudit:
     """Checksums of what one region saves (NOTE [ Audit of reruns ]). Its methods are called from C++."""
@@ -235,7 +270,7 @@ class RerunAudit:
 
     def note(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the forward saves."""
-        if (digest := digest_of(tensor)) is not None:
+        if (digest := Digest.of(tensor)) is not None:
             self._found[index] = digest
 
     def begin_rerun(self) -> None:
@@ -246,7 +281,7 @@ class RerunAudit:
 
     def note_again(self, index: int, tensor: Tensor) -> None:
         """Record a tensor that the rerun saves."""
-        if index not in self._found or (digest := digest_of(tensor, self._found[index])) is None:
+        if index not in self._found or (digest := Digest.of(tensor, self._found[index])) is None:
             return
         self._rerun[index] = digest
         self._modules.setdefault(index, module_name())
@@ -279,7 +314,7 @@ class RerunAudit:
         self._is_explaining = True
         try:
             for is_filled in (True, True, False, True):
-                with _Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
+                with Filling() if is_filled else nullcontext():  # type: ignore[no-untyped-call]
                     _C.rerun_again(slot)
                 found.append(self._rerun)
         except Exception:
@@ -287,35 +322,38 @@ class RerunAudit:
         finally:
             self._rerun, self._is_explaining = first, False
         filled, unfilled = (found[0], found[1], found[3]), (first, found[2])
-        with Paused(), uncounted():
-            for index, text in self._different.items():
-                runs = [run.get(index) for run in (*filled, *unfilled)]
-                digests = [each for each in runs if each is not None]
-                if text is None and len(digests) == len(runs) and _depends_on_memory(*digests):
-                    self._different[index] = _UNINITIALIZED
+        for index, text in self._different.items():
+            runs = [run.get(index) for run in (*filled, *unfilled)]
+            digests = [each for each in runs if each is not None]
+            if text is None and len(digests) == len(runs) and depends_on_memory(*digests):
+                self._different[index] = _UNINITIALIZED
         return self._different
 
     def _compared(self) -> dict[int, WarningText | None]:
         """Return the tensors that differ, with a warning where rounding explains it."""
-        with Paused(), uncounted():
-            pairs = {
-                index: (self._found[index], again)
-                for index, again in dict(self._rerun).items()
-                if self._found[index].strides == again.strides and self._found[index].is_conj == again.is_conj
-            }
-            different = [index for index, pair in pairs.items() if not has_same_checksum(*pair)]
-            if not self._raises:
-                return dict.fromkeys(different, _OTHER_NUMBERS)
-            return {i: _ROUNDED if _is_rounded(*pairs[i]) else None for i in different}
+        pairs = {
+            index: (self._found[index], again)
+            for index, again in dict(self._rerun).items()
+            if self._found[index].strides == again.strides and self._found[index].is_conj == again.is_conj
+        }
+        different = [index for index, pair in pairs.items() if not pair[0].has_same_bits(pair[1])]
+        if not self._raises:
+            return dict.fromkeys(different, _OTHER_NUMBERS)
+        return {i: _ROUNDED if pairs[i][0].is_close(pairs[i][1]) else None for i in different}
 
 
-class _Filling(ObservingMode):
-    """Fills uninitialized memory that operators of this thread return."""
+class Filling(ObservingMode):
+    """Fills uninitialized memory that operators of this thread return, also inside of custom operators."""
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not types and torch_private.is_custom(func):
+            device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+            with self:
+                return torch_private.call_kernel(func, device, args, kwargs)
+        result = func(*args, **kwargs)
         if getattr(func, "overloadpacket", None) in _EMPTY and result.numel():
             result.fill_(3 if result.is_floating_point() else 0)  # numbers that do no harm as indices, either
         return result
@@ -325,53 +363,10 @@ _ATEN = torch.ops.aten
 _EMPTY = {_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided}
 
 
-def digest_of(tensor: Tensor, forward: Digest | None = None) -> Digest | None:
-    """Return the digest of a tensor, laid out as in the forward where no elements share memory."""
-    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-    if not is_plain or tensor.is_meta or tensor.is_quantized:
-        return None
-    base = tensor._base if tensor._is_view() else tensor
-    is_of_parameter = isinstance(base, torch.nn.Parameter) or hasattr(base, _OF_PARAMETER)
-    if base is None or is_of_parameter or torch_private.is_zero_tangent(tensor):
-        return None
-    if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return None
-    has_sums = tensor.is_floating_point() or tensor.is_complex()
-    with Paused(), suppress(torch.OutOfMemoryError, NotImplementedError):  # an audit must not fail the step
-        if forward is not None and forward.strides != tensor.stride() and _are_apart(forward.shape, forward.strides):
-            with uncounted():
-                tensor = tensor.new_empty_strided(forward.shape, forward.strides).copy_(tensor)
-        return Digest(
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.is_conj() or tensor.is_neg(),
-            Result(checksum(tensor)),
-            Result(sums(tensor)) if has_sums else None,
-        )
-    return None
-
-
-def _is_rounded(one: Digest, other: Digest) -> bool:
-    if one.sums is None or other.sums is None:
-        return False
-    return are_close(one.sums.read(), other.sums.read(), one.dtype)
-
-
-def has_same_checksum(one: Digest, other: Digest) -> bool:
-    """Return whether two tensors have the same bits. Waits for the device."""
-    return torch.equal(one.checksum.read(), other.checksum.read())
-
-
-def is_same(one: Digest, other: Digest) -> bool:
-    """Return whether two tensors are the same, but for rounding. Waits for the device."""
-    return has_same_checksum(one, other) or _is_rounded(one, other)
-
-
-def _depends_on_memory(one: Digest, other: Digest, third: Digest, *unfilled: Digest) -> bool:
+def depends_on_memory(one: Digest, other: Digest, third: Digest, *unfilled: Digest) -> bool:
     """Whether runs with filled memory agree, and runs without do not agree with them."""
-    are_same = has_same_checksum(one, other) and has_same_checksum(one, third)
-    return are_same and not any(is_same(one, each) for each in unfilled)
+    are_same = one.has_same_bits(other) and one.has_same_bits(third)
+    return are_same and not any(one.is_same(each) for each in unfilled)
 
 
 def _are_apart(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

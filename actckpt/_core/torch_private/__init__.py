@@ -93,8 +93,10 @@ from actckpt._core.torch_private.modes import (
 )
 from actckpt._core.torch_private.operators import (
     builtin_functions,
+    call_kernel,
     callee_of,
     has_registered_effect,
+    is_custom,
 )
 from actckpt._core.torch_private.tensors import (
     FREEING_METHODS,
@@ -130,6 +132,7 @@ __all__ = [
     "below_modes",
     "below_transforms",
     "builtin_functions",
+    "call_kernel",
     "call_of_compiled",
     "called_while_traced",
     "callee_of",
@@ -156,6 +159,7 @@ __all__ = [
     "implementation_of",
     "innermost_transform",
     "is_compiled_function",
+    "is_custom",
     "is_function_mode_enabled",
     "is_tracing",
     "is_unshared",

@@ -21,6 +21,21 @@ def callee_of(overload: Any) -> Callable[..., Any]:
     return callee
 
 
+_keys: Any = lookup("torch._C.DispatchKey")
+_keys_of: Callable[[Any], Any] = lookup("torch._C.DispatchKeySet")
+_key_for_device: Callable[[str], str] = lookup("torch._C._dispatch_key_for_device")
+
+
+def call_kernel(overload: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the kernel of an operator for a type of device. Modes see the operators inside of it."""
+    return overload.redispatch(_keys_of(getattr(_keys, _key_for_device(device_type))), *args, **kwargs)
+
+
+def is_custom(operator: Any) -> bool:
+    """Whether an operator is an overload that is not one of torch's own."""
+    return type(operator) is _overload_type and operator.namespace not in ("aten", "prims", "prim")
+
+
 def has_registered_effect(overload: Any) -> bool:
     """Whether an operator has a registered effect (`torch.library`), so that it must run once and in order."""
     effects: Any = importlib.import_module("torch._higher_order_ops.effects")

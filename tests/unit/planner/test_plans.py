@@ -154,9 +154,7 @@ def test_explain_says_what_is_left_of_a_budget_and_that_none_that_uses_it_is_fas
     plan = solve({"version": 1, "classes": {"block": block}, "stack": ["block"] * 4}, budget=100)
     assert plan.overhead_seconds == plan.bound_seconds > 0.0 and plan.peak_bytes == 80
     lines = plan.explain().splitlines()
-    assert lines[0].endswith(
-        "No plan for this budget is predicted to be faster, even one that uses the 20 B left."
-    )
+    assert lines[0].endswith("No plan for this budget is predicted to be faster, even one that uses the 20 B left.")
     assert lines[-2:] == [
         "10 B more would save 500.00 ms (4.17 %): that plan has a peak of 110 B.",
         "10 B less would cost no time.",
@@ -227,4 +225,7 @@ def test_explain_of_a_plan_that_won_its_trials_does_not_compare_it_with_predicti
 
 def test_what_a_race_showed_is_printed_in_short() -> None:
     race = (Raced("plan", 2**20, fits=True, seconds=0.002, ratio=1.0), Raced("keep everything", 2**21, fits=False))
-    assert repr(race) == "(<plan: peak 1.00 MiB, 2.00 ms, 1.00 x the plan>, <keep everything: peak 2.00 MiB, does not fit>)"
+    assert (
+        repr(race)
+        == "(<plan: peak 1.00 MiB, 2.00 ms, 1.00 x the plan>, <keep everything: peak 2.00 MiB, does not fit>)"
+    )
