@@ -1,5 +1,6 @@
 """Methods side by side on a CPU, and their pictures."""
 
+import json
 import re
 import runpy
 from collections.abc import Callable
@@ -61,3 +62,41 @@ def test_a_picture_is_dark_where_pages_are(script: _Script, tmp_path: Path) -> N
     body = picture.partition("</style>")[2]
     assert 'fill: #000000"' not in body and not re.search(r'<text [^>]*style="[^"]*fill:', body)
     assert {"#ffffff"} == set(re.findall(r"fill: (#\w+)", body)) - set(script("frontier_pictures")["_COLORS"].values())
+
+
+def test_where_actckpt_loses_is_what_the_results_say() -> None:
+    points = runpy.run_path(str(_BENCHMARKS.parent / "scripts/pictures"))["all_points"]()
+    vit, decoder, models = points["vit_h200"], points["decoder_h100"], ("llama_h200", "decoder_h100", "vit_h200")
+    save, second = decoder["save_on_cpu"], points["moe_cpu"]["actckpt budget 0.15"]
+    offload = [points[model]["actckpt offload"][1] for model in models]
+    (path,) = (_BENCHMARKS / "results").glob("frontiers_*.json")
+    rows = json.loads(path.read_text())["models"]
+    experts, unet = rows["moe"]["actckpt budget 0.15"], rows["unet"]["actckpt budget 0.75"]
+    plain, share = rows["moe"]["plain"]["peak_allocated_bytes"], 0.02
+    smallest = (rows["moe"][f"actckpt budget {share}"]["budget_bytes"] / plain - share) / (1 - share)
+    page = " ".join((_BENCHMARKS.parent / "docs/frontiers.md").read_text().split())
+    for text in (
+        f"`torch.utils.checkpoint` takes {_both(vit['torch checkpoint'])} of the peak",
+        f"keeping attention {_both(vit['actckpt keeps attention'])},",
+        f"offloading the inputs {vit['actckpt checkpoint, offloaded inputs'][1]:.2f}",
+        f"keeping matmuls {_both(vit['actckpt keeps matmuls'])}",
+        f"({min(offload):.1f} to {max(offload):.1f})",
+        f"({decoder['actckpt offload'][0]} against {save[0]}), which takes {save[1]:.1f}",
+        f"takes {points['unet_cpu']['actckpt budget 0.75'][1]:.2f} where {unet['predicted_ratio']:.2f} was predicted",
+        f"{experts['predicted_ratio']:.2f} had been predicted there, and {second[1]:.2f} was measured",
+        f"budget is {smallest:.2f} of the plain peak, more than `torch.utils.checkpoint` needs "
+        f"({points['moe_cpu']['torch checkpoint'][0]:.2f})",
+    ):
+        assert text in page, text
+    for name in ("actckpt budget 0.02", "actckpt budget 0.15"):
+        assert rows["moe"][name]["chosen"] == "keep attention"
+    assert experts["peak_allocated_bytes"] < 0.51 * experts["budget_bytes"]
+    for model in ("llama", "moe"):
+        quartiles = [
+            rows[model]["ratios to plain"][name]["quartiles"] for name in ("torch checkpoint", "actckpt budget 0.02")
+        ]
+        assert quartiles[0][0] < quartiles[1][1], model
+
+
+def _both(point: tuple[float, float]) -> str:
+    return f"{point[1]:.2f} at {point[0]:.2f}"
