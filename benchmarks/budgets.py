@@ -122,12 +122,12 @@ def measure(name: str, num_budgets: int, num_pairs: int) -> dict[str, Any]:
 
 
 #: Both thresholds of glibc's allocator, in bytes: more than there is.
-_KEEP_FREED = {f"MALLOC_{which}_THRESHOLD_": str(2**40) for which in ("TRIM", "MMAP")}
+KEEP_FREED = {f"MALLOC_{which}_THRESHOLD_": str(2**40) for which in ("TRIM", "MMAP")}
 
 
 def main() -> None:
-    if not _KEEP_FREED.items() <= os.environ.items():  # read when a process starts
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **_KEEP_FREED})
+    if not KEEP_FREED.items() <= os.environ.items():  # read when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEEP_FREED})
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--budgets", type=int, default=15)

@@ -5,6 +5,7 @@
 Needs torch with a GPU, NumPy, pytest and a compiler. Each part is a process with a time limit of its own (`--parts`
 chooses). Its rows go to DIR/PART.jsonl as they are measured, the plans that ran to DIR/plans, their costs included, and
 DIR/result.json has all rows, with each part's output and error. Libraries that are not installed are named in rows.
+Where matplotlib is installed, DIR/PART.svg shows peak and step time of a part's methods (`frontier_pictures.py`).
 
 build             the extension
 link              bandwidths of a loop of copies and ours, over pinned memory and disk
@@ -39,6 +40,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from frontier_pictures import draw_parts
 
 _BENCHMARKS = Path(__file__).parent
 _ROOT = _BENCHMARKS.parent
@@ -191,7 +194,12 @@ def main() -> int:
     chosen = [part for part in known if args.parts is None or part.name in args.parts]
     seconds = sum(part.seconds for part in chosen) if args.rehearse else _SECONDS
     failed = run(chosen, args.out.resolve(), seconds)
-    print(f"Wrote {args.out / 'result.json'}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    result = args.out / "result.json"
+    print(f"Wrote {result}" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    if importlib.util.find_spec("matplotlib"):
+        print("Drew", *draw_parts(json.loads(result.read_text())["parts"], args.out))
+    else:
+        print(f"No pictures without matplotlib: run benchmarks/frontier_pictures.py {result} where it is installed.")
     return 1 if failed else 0
 
 

@@ -1,7 +1,9 @@
 """Benchmarks that are scripts run, at toy size, and what they show holds there too."""
 
+import html
 import importlib
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -170,7 +172,7 @@ def test_gradients_are_compared_bit_for_bit(gpu_parts: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def gpu_run() -> dict[str, Any]:
+def gpu_run(gpu_parts: dict[str, Any]) -> dict[str, Any]:
     return runpy.run_path(str(_BENCHMARKS / "gpu_run.py"))
 
 
@@ -189,6 +191,7 @@ def test_the_gpu_run_is_rehearsed_without_hardware(gpu_run: dict[str, Any], tmp_
         assert all(row["host"]["launch_us"] > 0 and row["versions"]["torch"] for row in part.values())
     _check_rows_of_methods(rows)
     _check_rows_of_budgets(rows, tmp_path / "plans")
+    _check_pictures(rows, tmp_path)
 
 
 def _check_rows_of_methods(rows: dict[str, Any]) -> None:
@@ -213,6 +216,23 @@ def _check_rows_of_methods(rows: dict[str, Any]) -> None:
     captured = {name: row for name, row in rows["cuda_graphs"].items() if name.startswith("captured, ")}
     assert len(captured) == 4 and all(row["host_ms"] > 0 for row in captured.values())
     assert all(row["captured_peak_bytes"] is None for row in captured.values()), "the simulated device has no graphs"
+
+
+def _check_pictures(rows: dict[str, Any], folder: Path) -> None:
+    """A picture per part has each method that was timed in turns, with its peak over the plain one."""
+    pictures = {path.stem: path.read_text().partition("</metadata>") for path in folder.glob("*.svg")}
+    assert set(pictures) == {"llama", "llama_compiled", "vit", "llama_2k", "moe"}
+    for name, (metadata, _, picture) in pictures.items():
+        (shown,) = re.findall(r"<dc:description>(.*)</dc:description>", metadata)
+        points, part = json.loads(html.unescape(shown)), rows[name]
+        timed = [method for method in part["ratios to plain"] if f"round 1, {method}" in part]
+        assert set(points) == set(timed) and points["plain"] == [1.0, 1.0]
+        for method, (peak, ratio) in points.items():
+            assert peak == pytest.approx(
+                part[method]["peak_allocated_bytes"] / part["plain"]["peak_allocated_bytes"], abs=1e-3
+            )
+            assert ratio == pytest.approx(part["ratios to plain"][method]["median"], abs=1e-3) and ratio > 0
+            assert (method in picture) == ("actckpt budget" not in method), "budgets are a line"
 
 
 def _check_rows_of_budgets(rows: dict[str, Any], plans: Path) -> None:

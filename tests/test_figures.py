@@ -268,16 +268,28 @@ def test_the_table_of_the_readme_is_that_of_the_results() -> None:
         _says("README.md", f"actckpt, budget of {row['budget_bytes'] / 2**30:.2f} GiB", values)
 
 
-def test_the_picture_of_the_readme_shows_the_results() -> None:
-    points = runpy.run_path(str(_ROOT / "scripts/pictures"))["llama_points"]()
-    (shown,) = re.findall(r"<dc:description>(.*)</dc:description>", _text("docs/pictures/llama_h200.svg"))
-    assert json.loads(html.unescape(shown)) == {name: list(point) for name, point in points.items()}
-    for label, name in (
-        ("no checkpointing", "no checkpointing"),
-        ("`torch.utils.checkpoint`", "torch.utils.checkpoint"),
-    ):
-        peak, ratio = points[name]
-        _says("README.md", label, [ratio, peak])
+def test_pictures_show_the_results() -> None:
+    points = runpy.run_path(str(_ROOT / "scripts/pictures"))["all_points"]()
+    pictures = {path.stem: path.read_text() for path in (_ROOT / "docs/pictures").iterdir()}
+    assert pictures.keys() == points.keys()
+    page = (_ROOT / "docs/frontiers.md").read_text()
+    for name, picture in pictures.items():
+        (shown,) = re.findall(r"<dc:description>(.*)</dc:description>", picture)
+        assert json.loads(html.unescape(shown)) == {method: list(point) for method, point in points[name].items()}
+        assert f"](pictures/{name}.svg)" in page, name
+    rounds = _result("gpu_budgets", "h200_2026-11-26")["figures"]["in turns"]
+    assert points["llama_h200"]["torch checkpoint"][1] == round(_over_plain(rounds, "torch checkpoint")[0], 3)
+
+
+def test_frontiers_of_a_cpu_are_those_of_the_results() -> None:
+    for name, rows in _figures("frontiers", "models").items():
+        plain, ratios = rows["plain"]["peak_allocated_bytes"], rows["ratios to plain"]
+        for method in ratios:
+            row = rows[method]
+            assert row["peak_allocated_bytes"] <= row.get("budget_bytes", plain)
+            if method != "plain":
+                figures = [row["peak_allocated_bytes"] / plain, ratios[method]["median"], *ratios[method]["quartiles"]]
+                _says("docs/frontiers.md", f"{name}, {method}", figures)
 
 
 def test_budgets_on_another_gpu_are_those_of_the_results() -> None:

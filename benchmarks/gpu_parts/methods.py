@@ -27,6 +27,7 @@ __all__ = [
     "Method",
     "budgets",
     "compiled",
+    "selective",
 ]
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -74,7 +75,7 @@ def _around_blocks(call: Callable[..., Any], **options: Any) -> Prepare:
 _checkpointed = _around_blocks(torch_checkpoint.checkpoint, use_reentrant=False)
 
 
-def _selective(*names: str) -> Prepare:
+def selective(*names: str) -> Prepare:
     """Return torch's selective checkpoint, which keeps the results of these operators of aten."""
     kept = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
     contexts = partial(torch_checkpoint.create_selective_checkpoint_contexts, kept)
@@ -148,8 +149,8 @@ REPLAYS_ALL = Method("actckpt replays all", _ours([]))
 OFFLOADED_INPUTS = Method("actckpt checkpoint, offloaded inputs", _ours("recompute", offload_inputs=True))
 EAGER = (
     CHECKPOINT,
-    Method("torch selective, keeps matmuls", _selective(*MATMULS)),
-    Method("torch selective, keeps matmuls and attention", _selective(*MATMULS, *_ATTENTION)),
+    Method("torch selective, keeps matmuls", selective(*MATMULS)),
+    Method("torch selective, keeps matmuls and attention", selective(*MATMULS, *_ATTENTION)),
     Method("actckpt checkpoint", _ours("recompute")),
     KEEPS_MATMULS,
     TRL_CHECKPOINT,

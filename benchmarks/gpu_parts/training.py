@@ -214,7 +214,10 @@ class Bench:
         return {**row, "captured_peak_bytes": captured_bytes, "kept_capturing": kept}
 
     def turns(self, rounds: int) -> None:
-        """Time all methods in turns, in an order by chance; at the end their ratios to the plain step of a round."""
+        """Time all methods in turns, in an order by chance; at the end their ratios to the plain step of a round.
+
+        A step takes as long as the longer one of host and device.
+        """
         times: dict[str, list[float | None]] = {name: [] for name in self.trainings}
         for number in range(1, rounds + 1):
             if not self.trainings:
@@ -224,7 +227,7 @@ class Bench:
                 training = self.trainings[name]
                 measure = partial(self.rows.run, training.step, training.repeats)
                 row = self.rows.measure(f"round {number}, {name}{self._suffix()}", measure, empties_caches=False)
-                times[name].append(None if row is None else row["device_ms"])
+                times[name].append(None if row is None else max(row["host_ms"], row["device_ms"]))
         self._measure("ratios to plain", partial(self._ratios, times))
 
     def _ratios(self, times: dict[str, list[float | None]]) -> Row:

@@ -92,17 +92,6 @@ const ModuleGenerators::Place* ModuleGenerators::find(const Noted& known, PyObje
   return nullptr;
 }
 
-const ModuleGenerators::Noted* ModuleGenerators::noted(const py::object& attributes) const {
-  // Searched in the order of recording: it is most often the last one found, or the next one.
-  for (std::size_t i = 0; i < noted_.size(); ++i) {
-    const std::size_t place = (last_found_ + i) % noted_.size();
-    if (!noted_[place].attributes.is(attributes)) continue;
-    last_found_ = place;
-    return &noted_[place];
-  }
-  return nullptr;
-}
-
 void ModuleGenerators::add_mode(const Noted& known, py::object* displaced) const {
   if (!known.mode) return;
   PyObject* found = mode_of(known.attributes);
@@ -111,22 +100,27 @@ void ModuleGenerators::add_mode(const Noted& known, py::object* displaced) const
   add_place(displaced, py::make_tuple(known.attributes, key, known.mode));
 }
 
-void ModuleGenerators::add_displaced(const py::object& attributes, py::object* displaced) const {
-  const Noted* known = noted(attributes);
-  if (known == nullptr) return;
-  add_mode(*known, displaced);
+py::object ModuleGenerators::displaced() const {
+  py::object found;
+  for (const Noted& known : noted_) add_displaced(known, &found);
+  return found;
+}
+
+void ModuleGenerators::add_displaced(const Noted& known, py::object* displaced) const {
+  const py::object& attributes = known.attributes;
+  add_mode(known, displaced);
   PyObject *key, *value;
   Py_ssize_t position = 0;
   for (Py_ssize_t number = 0; PyDict_Next(attributes.ptr(), &position, &key, &value) != 0; ++number) {
     if (is_of_every_module(key) || !is_generator(value)) continue;
-    const Place* place = find(*known, key);
-    if (place == nullptr && number >= known->size) {  // added after the module was recorded: new ones are appended
+    const Place* place = find(known, key);
+    if (place == nullptr && number >= known.size) {  // added after the module was recorded: new ones are appended
       add_place(displaced, py::make_tuple(attributes, py::handle(key)));
     } else if (place != nullptr && place->value.ptr() != value) {
       add_place(displaced, py::make_tuple(attributes, place->key, place->value));
     }
   }
-  for (std::size_t i = known->first_place; i < end_of_places(*known); ++i) {
+  for (std::size_t i = known.first_place; i < end_of_places(known); ++i) {
     const Place& place = places_[i];
     if (place.value.is_none()) continue;
     PyObject* found = PyDict_GetItemWithError(attributes.ptr(), place.key.ptr());

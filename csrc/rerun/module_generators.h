@@ -22,10 +22,9 @@ class ModuleGenerators {
   // Without repeats; null if there are none.
   const py::object& all() const noexcept { return all_; }
 
-  // Adds to `displaced` the changed attributes of a recorded module, if they are or were generators, or its mode:
-  // (attributes, key, old value), without the value if there was none. Other modules and attributes are ignored. The
-  // list is null until there is an entry.
-  void add_displaced(const py::object& attributes, py::object* displaced) const;
+  // The changed attributes of recorded modules, if they are or were generators, and modes that changed: a list of
+  // (attributes, key, old value), without the value if there was none. Null: none.
+  py::object displaced() const;
 
   template <typename Visit>
   friend void for_each_reference(ModuleGenerators& generators, const Visit& visit) {
@@ -54,14 +53,13 @@ class ModuleGenerators {
   void add(PyObject* generator);
   void add_those_in(PyObject* container);
   void add_mode(const Noted& known, py::object* displaced) const;
-  const Noted* noted(const py::object& attributes) const;  // null: not recorded
+  void add_displaced(const Noted& known, py::object* displaced) const;
   std::size_t end_of_places(const Noted& known) const;
   const Place* find(const Noted& known, PyObject* key) const;
 
   py::object all_;
   std::vector<Place> places_;
   std::vector<Noted> noted_;
-  mutable std::size_t last_found_ = 0;  // index in `noted_`
 };
 
 }  // namespace actckpt

@@ -124,31 +124,6 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
   }
 }
 
-// Calls visit(attributes) for each module.
-template <typename Visit>
-void Parameters::for_each_module(PyObject* module, const Visit& visit) const {
-  const py::object attributes = dict_of(module);
-  visit(attributes);
-  const py::object modules = entries_of(attributes, names().modules);
-  if (!modules) return;
-  PyObject *key, *value;
-  Py_ssize_t position = 0;
-  while (PyDict_Next(modules.ptr(), &position, &key, &value) != 0) {
-    if (value != Py_None) for_each_module(value, visit);
-  }
-}
-
-py::object Parameters::displaced_generators() const {
-  py::object found;
-  const auto look = [&](const py::object& attributes) { generators_.add_displaced(attributes, &found); };
-  if (root_) for_each_module(root_.ptr(), look);
-  for (Py_ssize_t i = 0; others_ && i < PyList_GET_SIZE(others_.ptr()); ++i) {
-    PyObject* other = PyList_GET_ITEM(others_.ptr(), i);
-    if (other != root_.ptr()) for_each_module(other, look);
-  }
-  return found;
-}
-
 void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
   PyObject *key, *value;
   Py_ssize_t position = 0;
@@ -206,7 +181,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
     if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
     raise_changed(parameter, entry.version, version);
   });
-  return is_replaced || displaced_generators();
+  return is_replaced || generators_.displaced();
 }
 
 void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
@@ -216,7 +191,7 @@ void Parameters::raise_changed(PyObject* parameter, long long before, long long 
 }
 
 py::object Parameters::replaced() const {
-  py::object result = displaced_generators();
+  py::object result = generators_.displaced();
   for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
     if (!has_replaced(found, entry.value.ptr())) return;
     if (!result) result = py::list();

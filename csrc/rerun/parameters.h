@@ -71,9 +71,6 @@ class Parameters {
 
   void walk_roots(bool notes);
   void walk(PyObject* module, bool is_strict, bool notes);
-  template <typename Visit>
-  void for_each_module(PyObject* module, const Visit& visit) const;
-  py::object displaced_generators() const;
   void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
   template <typename Visit>
   void for_each_entry(const Visit& visit) const;

@@ -45,6 +45,17 @@ def a_mode_that_is_switched_before_backward(checkpoint: Checkpoint, call: Any, t
     return x.grad, gradients(block), [module.training for module in block.modules()]
 
 
+@programs.each(call=MODULE_CALLS)
+def a_part_that_is_replaced_and_then_switched_before_backward(checkpoint: Checkpoint, call: Any) -> Any:
+    block, x = Block(), leaf(4, 8)
+    scaled = block.scaled
+    y = call(checkpoint, block, x)
+    block.scaled = Scaled()
+    scaled.eval()
+    y.sum().backward()
+    return x.grad, [module.training for module in (*block.modules(), scaled)]
+
+
 @programs
 def forwards_of_both_modes_that_are_alive_at_once(checkpoint: Checkpoint) -> Any:
     block, x = Block(), leaf(4, 8)
