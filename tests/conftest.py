@@ -3,7 +3,7 @@
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,9 @@ _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device"
 #: Files of a few long tests, which come first, so that other processes have work meanwhile.
 _LONG = ("test_benchmarks.py",)
 
+#: Tests that `--sample` leaves cases out of, on the CPU: each one trains; contract/conftest.py says it of devices.
+_SAMPLED = [Path(__file__).parent / folder for folder in ("contract", "te_on_cpu", "integrations")]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tests run in another order, and the contract tests with the tensors of another device."""
@@ -31,11 +34,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     where = "where tensors of tests/contract are"
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=where)
     parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
-    parser.addoption(
-        "--sample", type=int, default=1, help="of tests/contract run offloading, random state, losses, and every n-th"
-    )
+    of = "of the cases of each test that trains run every n-th, one at least, by the seed; of those on a device, see"
+    parser.addoption("--sample", type=int, default=1, help=f"{of} tests/contract/conftest.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # other conftest.py files read the seed
 def pytest_configure(config: pytest.Config) -> None:
     """Draw a seed, the same in all processes of a run; refuse a device that is not there."""
     if config.option.seed is None:
@@ -66,6 +69,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     items.sort(
         key=lambda item: (item.path.name not in _LONG, place(item.nodeid.partition("::")[0]), place(item.nodeid))
     )
+    if config.option.device == "cpu" and config.option.sample > 1:
+        left_out = _left_out(items, config.option.sample)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _left_out(items: Sequence[pytest.Item], every: int) -> set[str]:
+    """Return the cases that a sample leaves out: of each test the first ones run, in the order of the seed."""
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if not any(folder in item.path.parents for folder in _SAMPLED) or item.get_closest_marker("soak"):
+            continue  # a mark may leave out that one
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+    return {nodeid for found in cases.values() for nodeid in found[-(-len(found) // every) :]}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
