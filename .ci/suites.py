@@ -71,7 +71,7 @@ STAGES = (
         Suite("newest torch", 3, 'make newest ARGS="$ORDER"'),
     ),
     (Suite("distributed", 2, 'make distributed ARGS="$ORDER --sample 2"'),),
-    (Suite("tests", 8, 'make cpu ARGS="$ORDER --sample 4"'),),
+    (Suite("tests", 8, 'make cpu ARGS="$ORDER --sample 4 --programs 100"'),),
 )
 
 

@@ -123,6 +123,12 @@ def many_draws(test: Any) -> Any:
     return seed(seed_of_run)(drawn(test))
 
 
+def seeds() -> range:
+    """Return seeds of graphs for a test, a tenth of the number of programs."""
+    first = 1000 * seed_of_run
+    return range(first, first + num_programs // 10)
+
+
 class ByDepth:
     """Calls regions in several ways, by how many are open; a rerun begins at the depth of its region."""
 
