@@ -3,7 +3,7 @@
 import os
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ _DEVICE_TESTS = [Path(__file__).parent / folder for folder in ("unit/sim_device"
 #: Files of a few long tests, which come first, so that other processes have work meanwhile.
 _LONG = ("test_benchmarks.py",)
 
+#: Tests that `--sample` leaves cases out of: they train. Those of benchmarks, which no user runs, count as cases of one
+#: test; contract/conftest.py chooses the contract tests that run on a device.
+_SAMPLED = ("contract", "device", "distributed", "integrations", "te_on_cpu", *_LONG)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tests run in another order, and the contract tests with the tensors of another device."""
@@ -31,11 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     where = "where tensors of tests/contract are"
     parser.addoption("--device", choices=("cpu", "sim", "cuda"), default="cpu", help=where)
     parser.addoption("--programs", type=int, default=300, help="how many programs each test of random ones draws")
-    parser.addoption(
-        "--sample", type=int, default=1, help="of tests/contract run offloading, random state, losses, and every n-th"
-    )
+    of = "of the cases of each test that trains run every n-th, one at least, by the seed; of those on a device, see"
+    parser.addoption("--sample", type=int, default=1, help=f"{of} tests/contract/conftest.py")
 
 
+@pytest.hookimpl(tryfirst=True)  # other conftest.py files read the seed
 def pytest_configure(config: pytest.Config) -> None:
     """Draw a seed, the same in all processes of a run; refuse a device that is not there."""
     if config.option.seed is None:
@@ -66,6 +70,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Confi
     items.sort(
         key=lambda item: (item.path.name not in _LONG, place(item.nodeid.partition("::")[0]), place(item.nodeid))
     )
+    if config.option.sample > 1:
+        names = _SAMPLED if config.option.device == "cpu" else ("device",)
+        left_out = _left_out(items, [Path(__file__).parent / name for name in names], config.option.sample)
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+def _left_out(items: Sequence[pytest.Item], sampled: Collection[Path], every: int) -> set[str]:
+    """Return the cases that a sample leaves out: of each test the first ones run, in the order of the seed."""
+    cases: dict[str, list[str]] = {}
+    for item in items:
+        if not any(path in (item.path, *item.path.parents) for path in sampled) or item.get_closest_marker("soak"):
+            continue  # a mark may leave out that one
+        test = item.nodeid.partition("::" if item.path.name in _LONG else "[")[0]
+        cases.setdefault(test, []).append(item.nodeid)
+    return {nodeid for nodeids in cases.values() for nodeid in nodeids[-(-len(nodeids) // every) :]}
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

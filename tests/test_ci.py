@@ -71,17 +71,40 @@ def test_a_suite_far_over_its_share_fails_and_only_its_own_cpu_time_counts(tmp_p
     assert rows["slow"] == ["TOO", "LONG", rows["slow"][2], "0.0", "0.0"]
 
 
-def _shuffled(nodeids: Sequence[str], seed: int) -> list[str]:
+def _collected(nodeids: Sequence[str], seed: int, sample: int = 1) -> list[str]:
     shuffle = runpy.run_path(str(_FOLDER.parent / "tests/conftest.py"))["pytest_collection_modifyitems"]
-    items = [SimpleNamespace(nodeid=nodeid, path=Path(nodeid.partition("::")[0])) for nodeid in nodeids]
-    shuffle(items, SimpleNamespace(option=SimpleNamespace(seed=seed)))
+    items = [
+        SimpleNamespace(
+            nodeid=nodeid,
+            path=_FOLDER.parent / nodeid.partition("::")[0],
+            get_closest_marker=lambda name, nodeid=nodeid: name == "soak" and "soak" in nodeid,
+        )
+        for nodeid in nodeids
+    ]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    shuffle(items, SimpleNamespace(option=SimpleNamespace(seed=seed, sample=sample, device="cpu"), hook=hook))
     return [item.nodeid for item in items]
 
 
 def test_a_seed_alone_decides_on_the_order_of_tests() -> None:
     nodeids = [f"tests/test_{name}.py::test_{i}" for name in ("a", "b", "c", "benchmarks") for i in range(5)]
-    found = _shuffled(nodeids, 1)
-    assert found == _shuffled(nodeids[::-1], 1) != _shuffled(nodeids, 2)
-    assert _shuffled(nodeids[::3], 1) == [nodeid for nodeid in found if nodeid in nodeids[::3]]
-    files = [nodeid.partition("::")[0] for nodeid in found]
+    collected = _collected(nodeids, 1)
+    assert collected == _collected(nodeids[::-1], 1) != _collected(nodeids, 2)
+    assert _collected(nodeids[::3], 1) == [nodeid for nodeid in collected if nodeid in nodeids[::3]]
+    files = [nodeid.partition("::")[0] for nodeid in collected]
     assert files == sorted(files, key=files.index) and files[0] == "tests/test_benchmarks.py"
+
+
+def test_a_sample_has_cases_of_each_test_and_in_time_all_of_them() -> None:
+    test, other = "tests/contract/test_a.py::test_many", "tests/unit/test_b.py::test_many"
+    nodeids = [f"{name}[{i}]" for name in (test, other) for i in range(10)] + [
+        f"{test}_times[soak]",
+        f"{test}_times[1]",
+    ]
+    samples = [_collected(nodeids, seed, 4) for seed in range(40)]
+    for nodeids_of_seed in samples:
+        tests = [nodeid.partition("[")[0] for nodeid in nodeids_of_seed]
+        assert tests.count(test) == 3 and tests.count(other) == 10
+        assert tests.count(f"{test}_times") == 2  # a mark leaves out the other one
+    assert set().union(*samples) == set(nodeids)
+    assert samples[0] == [nodeid for nodeid in _collected(nodeids, 0) if nodeid in samples[0]]

@@ -22,8 +22,9 @@ __all__ = ["settings_as_before"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the tests of random programs how many to draw, before they are imported."""
+    """Tell the tests of random programs how many to draw, from which seed, before they are imported."""
     random_programs.num_programs = config.getoption("--programs")
+    random_programs.seed_of_run = config.option.seed
 
 
 #: Run whole in each sample: what they look at is another thing on a device, in each of their tests.
@@ -31,7 +32,7 @@ _ALWAYS = ("test_random_state.py",)
 
 
 def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
-    """Whether a test belongs to the sample that the command line asks for; random programs do to all of them only."""
+    """Whether a test belongs to the sample of the command line and the seed; random programs do to all of them only."""
     sample = config.getoption("--sample")
     if sample > 1 and item.path.stem.endswith("_property"):
         return False
@@ -39,7 +40,7 @@ def _is_wanted(item: pytest.Item, config: pytest.Config) -> bool:
     always = always or "test_the_smallest_budget_of_activations_is_met[loss " in item.name
     if sample > 1 and item.path.name == "test_budget_matrix.py":  # many, of few seconds each
         sample *= 2
-    return always or zlib.crc32(item.nodeid.encode()) % sample == 0
+    return always or zlib.crc32(f"{config.option.seed} {item.nodeid}".encode()) % sample == 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

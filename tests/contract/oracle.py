@@ -34,8 +34,8 @@ def theirs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether a condition holds: on a device within seconds, since its thread lets go of a graph after backward."""
-    deadline = time.monotonic() + 5
+    """Whether a condition holds: on a device within a minute, since its thread lets go of a graph after backward."""
+    deadline = time.monotonic() + 60
     while on_device.device_type != "cpu" and not holds() and time.monotonic() < deadline:
         time.sleep(0.001)
     return holds()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis import HealthCheck, seed, settings, strategies as st
 from on_device import random_states
 from oracle import Checkpoint
 
@@ -111,15 +111,22 @@ draws = st.builds(
     backward=st.sampled_from(BACKWARDS),
     seed=st.integers(0, 3),
 )
-#: That each test draws; `pytest --programs` says it.
+#: That each test draws, and from which seed; `pytest --programs` and `--seed` say it.
 num_programs = 300
+seed_of_run = 0
 
 
 def many_draws(test: Any) -> Any:
-    """Let a test draw so many programs, the same ones each time."""
+    """Let a test draw so many programs, the same ones for the same seed."""
     ignored = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    drawn = settings(max_examples=num_programs, suppress_health_check=ignored, deadline=None)
-    return settings(drawn, derandomize=True, database=None)(test)
+    drawn = settings(max_examples=num_programs, suppress_health_check=ignored, deadline=None, database=None)
+    return seed(seed_of_run)(drawn(test))
+
+
+def seeds() -> range:
+    """Return seeds of graphs for a test, a tenth of the number of programs."""
+    first = 1000 * seed_of_run
+    return range(first, first + num_programs // 10)
 
 
 class ByDepth:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -69,8 +70,9 @@ def _made(name: str, budget: float | str | None = None, *, total: bool = False, 
     return program
 
 
+@functools.cache
 def _plain(name: str, *, total: bool = False) -> tuple[list[Tensor], int, int]:
-    """Return gradients, the peak of a plain step, and that of one in which all blocks are checkpointed."""
+    """Return gradients, the peak of a plain step, and that of one with all blocks checkpointed, computed once."""
     ((gradients, plain_bytes),) = _steps(_made(name), 1, total=total)
     before = actckpt.configure().audit
     actckpt.configure(audit="off")  # blocks that keep states in attributes do not repeat their forward

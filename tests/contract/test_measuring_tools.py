@@ -319,17 +319,17 @@ def test_two_threads_that_measure_at_once_count_nothing() -> None:
     def first() -> None:
         with uncounted():
             first_is_in.set()
-            second_is_in.wait(10)
+            second_is_in.wait(60)
             rerun()
         first_is_out.set()
 
     thread = threading.Thread(target=first)
     thread.start()
-    first_is_in.wait(10)
+    first_is_in.wait(60)
     with uncounted():
         rerun()
         second_is_in.set()
-        first_is_out.wait(10)
+        first_is_out.wait(60)
         rerun()
     thread.join()
     assert actckpt.stats().rerun_regions == before

@@ -274,7 +274,7 @@ def _opened(page: str, folder: Path, *, width: int = 1280) -> tuple[str, list[st
     options = ["--headless", "--disable-gpu", f"--user-data-dir={folder / 'profile'}", f"--window-size={width},900"]
     options += ["--enable-logging=stderr", "--dump-dom", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     command = [str(_BROWSER), *options, path.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 

@@ -61,15 +61,24 @@ def test_json_of_the_demo_and_of_the_doctor_is_all_that_is_printed(
 
 
 def test_what_takes_longer_says_what_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+
+    def wait_for(line: str) -> None:
+        deadline = time.monotonic() + 60
+        while line not in said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said.extend(capsys.readouterr().err.splitlines())
+
     monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.05)
     with messages.slow("actckpt plan", "thinking") as say:
-        time.sleep(0.5)
+        wait_for("actckpt plan: thinking ...")
         say("writing")
-        time.sleep(0.5)
+        wait_for("actckpt plan: writing ...")
+    monkeypatch.setattr(messages, "_QUIET_SECONDS", 60)
     with messages.slow("actckpt plan", "at once"):
         pass
-    time.sleep(0.2)
-    assert capsys.readouterr().err == "actckpt plan: thinking ...\nactckpt plan: writing ...\n"
+    said.extend(capsys.readouterr().err.splitlines())
+    assert said == ["actckpt plan: thinking ...", "actckpt plan: writing ..."]
 
 
 def test_keywords_in_errors_are_written_as_options() -> None:

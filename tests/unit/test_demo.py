@@ -66,13 +66,13 @@ def test_methods_are_not_blamed_where_plain_training_differs_from_itself(
 
 
 def test_the_loss_falls_and_dropout_is_active(tmp_path: Path) -> None:
-    def losses(dropout: float) -> list[float]:
-        assert demo.run(_toy(steps=30, batch=8, dim=16, dropout=dropout), out=tmp_path, draws=False) == 0
+    def losses(dropout: float, steps: int) -> list[float]:
+        assert demo.run(_toy(steps=steps, batch=8, dim=16, dropout=dropout), out=tmp_path, draws=False) == 0
         found: list[float] = json.loads((tmp_path / "demo.json").read_text())["results"]["plain"]["losses"]
         return found
 
-    found = losses(0.1)
-    assert found[-1] < found[0] - 1 and found != losses(0.5)
+    found = losses(0.1, 30)
+    assert found[-1] < found[0] - 1 and found[:2] != losses(0.5, 2)
 
 
 def test_the_model_is_causal() -> None:

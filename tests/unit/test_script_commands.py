@@ -73,7 +73,7 @@ def test_compare_says_which_of_how_many_steps_runs(
 ) -> None:
     monkeypatch.setattr(messages, "_QUIET_SECONDS", 0.01)
     calls = script.with_name("calls")
-    noted = f"    with open({str(calls)!r}, 'a') as calls:\n        calls.write('run\\n')\n    time.sleep(0.1)\n"
+    noted = f"    with open({str(calls)!r}, 'a') as calls:\n        calls.write('run\\n')\n    time.sleep(0.3)\n"
     script.write_text(f"import time\n{_SCRIPT}{noted}")
     assert cli.main(["compare", str(script), "--rounds=2", "--policy", "recompute", "--blocks", "1", "2"]) == 0
     num_steps = len(calls.read_text().splitlines())

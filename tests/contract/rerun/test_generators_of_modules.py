@@ -268,4 +268,5 @@ def _checks_us(num: int) -> float:
 
 @pytest.mark.usefixtures("no_audit")
 def test_checks_take_no_longer_per_module_with_many_modules() -> None:
-    assert _checks_us(3200) < 3 * _checks_us(200)
+    # In quadratic time it would be 16 times; what else runs on the core may spoil one of three tries.
+    assert any(_checks_us(3200) < 3 * _checks_us(200) for _ in range(3))
