@@ -350,6 +350,32 @@ def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> No
             assert found[phase]["plain"]["us_per_operator"] == 0.0 < found[phase]["actckpt"]["seconds"]
 
 
+class _IdleRecorder:
+    """Stands for the compiled one."""
+
+    def __init__(self) -> None:
+        self.levels: list[int] = []
+
+    def enter(self, level: int) -> None:
+        self.levels.append(level)
+
+    def leave(self) -> int:
+        return 38
+
+
+def test_recorders_in_the_dispatcher_take_turns_with_a_dispatch_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(_BENCHMARKS)
+    measure = runpy.run_path(str(_BENCHMARKS / "dispatcher_recorder.py"))["measure"]
+    recorder = _IdleRecorder()
+    figures = measure(recorder, rounds=2, warm_ups=1)
+    methods = figures["methods"]
+    recorded = [name for name, row in methods.items() if row["recorded_operators"] == 12 * 38]
+    assert figures["operators"] == 12 * 40
+    assert recorded == [name for name in methods if name.startswith("fallback")]
+    assert sorted(recorder.levels) == sorted([0, 1, 2, 2] * 12 * 3)
+    assert methods["plain"]["us_per_operator"] == 0.0 < methods["actckpt"]["us_per_operator"]
+
+
 def test_growth_is_measured_for_every_row() -> None:
     growth = runpy.run_path(str(_BENCHMARKS / "growth.py"))
     figures = growth["measure"](most=1000, only=("parts", "saved tensors, a policy", "operators of a block, a policy"))

@@ -55,6 +55,16 @@ def _overheads() -> _Rows:
         ("a dispatch mode and hooks around each block that do nothing", "mode and hooks"),
     ):
         yield "benchmarks", label, [recording[phase][method]["us_per_operator"] for phase in ("forward", "backward")]
+    recorders = _figures("dispatcher_recorder")["methods"]
+    for label, method in (
+        ("a dispatch mode that does nothing", "dispatch mode"),
+        ("a fallback that runs them", "fallback"),
+        ("that also copies their arguments", "fallback, arguments"),
+        ("that also notes what they read and make", "fallback, lineage"),
+        ("the same below saved-tensor hooks that do nothing", "fallback, lineage and hooks"),
+        ("`actckpt.region`, keeping matmuls", "actckpt"),
+    ):
+        yield "recorder", label, [recorders[method]["us_per_operator"]]
 
 
 def _bytes() -> _Rows:
