@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from actckpt._core import devices
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt.memory import LiveStorages
-from actckpt.policies import Policy
 
 __all__ = ["BlockPeaks", "HeldBytes", "block_peaks", "held_bytes"]
 
@@ -70,24 +69,18 @@ class BlockPeaks(NamedTuple):
 
     #: Peak of a forward that keeps everything that backward needs.
     forward: int
-    #: Peaks of backward: everything is kept, values are replayed, the block is rerun, everything is replayed.
+    #: Peaks of backward: everything is kept, the block is rerun, everything is replayed.
     kept: int
-    replayed: int
     rerun: int
-    dropped: int
+    replayed: int
 
 
-def block_peaks(call: BlockCall, replaying: Iterable[Policy], *, can_rerun: bool) -> BlockPeaks:
-    """Return the peaks of a block in each mode.
-
-    Args:
-        replaying: policies under which replays need most; the first one drops everything.
-        can_rerun: whether the block may be rerun.
-    """
+def block_peaks(call: BlockCall, *, can_rerun: bool) -> BlockPeaks:
+    """Return the peaks of a block in each mode."""
     forward, kept = _phase_peaks(call, None)
-    dropped, *others = (_phase_peaks(call, call.in_region(policy))[1] for policy in replaying)
-    rerun = _phase_peaks(call, call.in_region("recompute"))[1] if can_rerun else max(dropped, *others, 0)
-    return BlockPeaks(forward, kept, max(dropped, *others, 0), rerun, dropped)
+    _, replayed = _phase_peaks(call, call.in_region([]))
+    rerun = _phase_peaks(call, call.in_region("recompute"))[1] if can_rerun else replayed
+    return BlockPeaks(forward, kept, rerun, replayed)
 
 
 def _phase_peaks(call: BlockCall, forward: Callable[..., Any] | None) -> tuple[int, int]:

@@ -67,11 +67,11 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
 
 
 def _scaled(peaks: BlockPeaks, least: float, most: float) -> BlockPeaks:
-    """Return scaled peaks, as upper bounds: differences to `dropped` grow by `most` if positive, else by `least`."""
+    """Return scaled peaks, as upper bounds: differences to `replayed` grow by `most` if positive, else by `least`."""
 
     def scaled(nbytes: int) -> int:
-        difference = nbytes - peaks.dropped
-        return round(most * peaks.dropped + (most if difference > 0 else least) * difference)
+        difference = nbytes - peaks.replayed
+        return round(most * peaks.replayed + (most if difference > 0 else least) * difference)
 
     return BlockPeaks(round(most * peaks.forward), *map(scaled, peaks[1:]))
 

@@ -21,9 +21,8 @@ offloads some small values, for which host memory has room, is timed too.
 
 Memory. What the block holds for backward beyond the known values (results of opaque kernels) is one value that always
 stays. Replays make operands that backward does not read, while gradients and kept values exist. That is more at once
-than a block needs that keeps everything. So the peak is also measured for runs that drop everything, and for runs that
-drop the value with the most such operands; the larger peak counts if anything is dropped. The peak of a rerun, which
-runs while the gradient of the output exists, counts if the block is rerun.
+than a block needs that keeps everything. So the peak of a run that drops everything counts if anything is dropped. The
+peak of a rerun, which runs while the gradient of the output exists, counts if the block is rerun.
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import BlocksError
 from actckpt.planner.costs import BLOCK_INPUT, BlockClass, Value
-from actckpt.policies import Policy
 from actckpt.statistics import uncounted
 
 __all__ = ["Profiler"]
@@ -290,7 +288,7 @@ def _profiled(
         call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
         times, no_rerun = block_times(call, values, recorded, no_rerun)
         values = _timed_again(call, values)
-        peaks = block_peaks(call, _replaying(recorded), can_rerun=no_rerun is None)
+        peaks = block_peaks(call, can_rerun=no_rerun is None)
     values = tuple(dataclasses.replace(value, offload_s=times.offload_s * value.offloadable) for value in values)
     if not writes_to_input and structure.bytes_held() == 0 and not _holds_input(call):
         values = (dataclasses.replace(values[0], needed=False), *values[1:])
@@ -324,20 +322,6 @@ def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | 
     if structure.holds_twice_in_rerun():
         return "something else holds what it makes, and would hold what a rerun makes, too"
     return "it runs collectives" if structure.exchanges.integers else None
-
-
-def _replaying(values: tuple[Value, ...]) -> list[Policy]:
-    """Return policies under which replays need most memory at once.
-
-    Args:
-        values: by their places.
-    """
-    unneeded = {value.name: value.nbytes for value in values if not value.needed}
-    needed = [value for value in values if value.needed and value.name != BLOCK_INPUT]
-    beside = {value.name: sum(unneeded.get(name, 0) for name in value.inputs) for value in needed if value.replayable}
-    most = max(beside, key=beside.__getitem__, default="")
-    one = {value.name: Action.RECOMPUTE if value.name == most else Action.KEEP for value in needed}
-    return [[], one] if beside.get(most) else [[]]
 
 
 def _timed_again(call: BlockCall, values: tuple[Value, ...]) -> tuple[Value, ...]:

@@ -109,7 +109,7 @@ class CycleModel:
                 bases = {mode: nbytes - kept for mode, nbytes in bases.items()}
             else:
                 more = {KEPT: peaks.kept, _REPLAYED: peaks.replayed, _RERUN: peaks.rerun}
-                bases = {mode: nbytes + more[mode] - peaks.dropped for mode, nbytes in bases.items()}
+                bases = {mode: nbytes + more[mode] - peaks.replayed for mode, nbytes in bases.items()}
         return planner_costs.Segment(
             running=segment.running,
             is_forward=segment.is_forward,
