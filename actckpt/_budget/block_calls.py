@@ -15,7 +15,6 @@ from actckpt._budget.isolated_block import LEAF, isolate, nodes_behind, with_tra
 from actckpt._budget.structure import BlockStructure
 from actckpt._budget.timing import Run
 from actckpt._checkpointed_call import checkpoint_call
-from actckpt._core import ranks
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import RegionOptions
 from actckpt.policies import Policy
@@ -35,15 +34,13 @@ class BlockCall:
     #: args and kwargs
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     structure: BlockStructure
-    #: Whether a forward and its backward have shown that they do not communicate with other ranks.
-    is_local: bool = False
 
     @contextlib.contextmanager
     def isolate(self, forward: Callable[..., Any] | None = None) -> Iterator[Run]:
         """Isolate the block for one run of its forward, or of `forward` instead."""
-        exchanges = self.structure.exchanges
         outside = self.structure.written, self.structure.generators.values()
-        communication = ranks.on_this_rank_only() if self.is_local else FakeCollectives(exchanges)
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        communication = FakeCollectives(self.structure.exchanges) if is_distributed else contextlib.nullcontext()
         with isolate(self.block, self.arguments, *outside) as ((args, kwargs), leaves), communication:
             yield Run(forward or self.forward, args, kwargs, leaves)
 

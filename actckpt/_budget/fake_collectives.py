@@ -8,8 +8,7 @@ reruns a block with collectives, or names a collective; replay keeps their resul
 
 In runs for profiling, each collective returns at once the result as if the other ranks had sent what this rank sends,
 or zeros if that has another size. Integers, which may determine sizes (how many tokens go to which expert), are those
-that the recorded call received. An unknown collective raises: no other rank would receive what it sends. If a
-forward and its backward had no collective, later runs of the same block are not checked for any.
+that the recorded call received. An unknown collective raises: no other rank would receive what it sends.
 
 `actckpt.plan` runs whole steps as often as it must. If the first one communicates, it raises after that step, which all
 ranks have run once.
@@ -99,8 +98,6 @@ class Exchanges(ObservingMode):
         #: The integers of each collective, in order.
         self.integers: list[list[Tensor]] = []
         self.has_units = False
-        #: Whether an isolated run had a collective, in forward or backward.
-        self.were_met = False
 
     @property
     def is_empty(self) -> bool:
@@ -127,7 +124,7 @@ class FakeCollectives(ObservingMode):
 
     def __init__(self, exchanges: Exchanges) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._exchanges, self._integers = exchanges, iter(exchanges.integers)
+        self._integers = iter(exchanges.integers)
         self._without_others = ranks.on_this_rank_only()
 
     def __enter__(self) -> Any:
@@ -145,7 +142,6 @@ class FakeCollectives(ObservingMode):
             return NotImplemented
         if not _exchanges(func):
             return func(*args, **(kwargs or {}))
-        self._exchanges.were_met = True
         result = _local_result(func, args)
         for mine, recorded in zip(_received(func, args, result), next(self._integers, ()), strict=False):
             if mine.shape == recorded.shape:

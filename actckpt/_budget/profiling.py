@@ -15,9 +15,9 @@ bytes are those of the recorded call; its seconds and peaks are scaled (`other_s
 
 Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
 recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
-operators' times. Reruns are timed as in `timing`. Modes that watch the step are removed (NOTE [ Modes ]), and so are
-fake collectives if the block does not communicate: a mode takes longer than small operators. On a device, a region that
-offloads some small values, for which host memory has room, is timed too.
+operators' times. Reruns are timed as in `timing`. Modes that watch the step are removed (NOTE [ Modes ]): a mode takes
+longer than small operators. On a device, a region that offloads some small values, for which host memory has room, is
+timed too.
 
 Memory. What the block holds for backward beyond the known values (results of opaque kernels) is one value that always
 stays. Replays make operands that backward does not read, while gradients and kept values exist. That is more at once
@@ -281,11 +281,7 @@ def _profiled(
     argument_storages = storages_of(list(tensors_in(call.arguments)))
     writes_to_input = any(id(storage) in structure.written for storage in argument_storages)
     with modes.without_own():
-        with call.isolate() as run:  # its backward may communicate too
-            roots = run.roots()
-            run.backward(roots, [torch.ones_like(root) for root in roots])
         no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
-        call = dataclasses.replace(call, is_local=not structure.exchanges.were_met)
         times, no_rerun = block_times(call, values, recorded, no_rerun)
         values = _timed_again(call, values)
         peaks = block_peaks(call, can_rerun=no_rerun is None)
