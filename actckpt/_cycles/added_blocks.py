@@ -11,8 +11,6 @@ runs inside of another block, is no block any more.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from actckpt._blocks.applied import CheckpointedForward, forwards_in, patch, unpatch_one
@@ -20,19 +18,12 @@ from actckpt._budget.compiled_blocks import is_compiled
 from actckpt._budget.running import RECOMPUTE
 from actckpt._cycles.timeline import Cycle
 
-__all__ = ["AddedBlocks", "Settled"]
+__all__ = ["AddedBlocks"]
 
 #: The minimum share of a cycle's activations that a module holds besides its results.
 _LEAST_SHARE = 0.05
 #: Attributes of a module with its hooks.
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-class Settled(NamedTuple):
-    """Names of added modules, and of modules that cannot be blocks."""
-
-    names: frozenset[str] = frozenset()
-    rejected: frozenset[str] = frozenset()
 
 
 class AddedBlocks:
@@ -41,28 +32,15 @@ class AddedBlocks:
     Args:
         forwards: of the blocks, by name. Added modules are added here.
         is_on: whether to add any; false if the user named the blocks.
-        settled: of the model that this one is a copy of.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        forwards: dict[str, CheckpointedForward],
-        settled: Settled,
-        *,
-        is_on: bool,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], *, is_on: bool) -> None:
         self._model, self._forwards, self._is_on = model, forwards, is_on
-        self._names, self._rejected = set(settled.names), set(settled.rejected)
+        self._names, self._rejected = set[str](), set[str]()
         self._has_changed = False
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
-
-    @property
-    def settled(self) -> Settled:
-        """The names of the added modules, and of those that cannot be blocks."""
-        return Settled(frozenset(self._names), frozenset(self._rejected))
 
     def add(self, cycle: Cycle) -> bool:
         """A measured cycle has ended: add what is large in it. Return whether the blocks are others than before."""

@@ -40,7 +40,7 @@ from actckpt._core.sites import warn_user
 from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
-from actckpt._cycles.added_blocks import AddedBlocks, Settled
+from actckpt._cycles.added_blocks import AddedBlocks
 from actckpt._cycles.allocator_meter import free_older, watch_of
 from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
@@ -69,7 +69,7 @@ class BudgetLoop:
     """The blocks of a model under a budget."""
 
     def __init__(self, model: torch.nn.Module, forwards: dict[str, CheckpointedForward], config: BudgetConfig) -> None:
-        self._model, self._forwards, self._config, self._settled = model, forwards, config, Settled()
+        self._model, self._forwards, self._config = model, forwards, config
         self._start()
         self.open()
 
@@ -91,7 +91,7 @@ class BudgetLoop:
         self._num_alive = self._epoch = 0
         #: Per thread, the running forwards: the cycle of each, None if it is not part of one.
         self._running: defaultdict[int, list[Cycle | None]] = defaultdict(list)
-        self._added = AddedBlocks(self._model, self._forwards, self._settled, is_on=self._config.adds_blocks)
+        self._added = AddedBlocks(self._model, self._forwards, is_on=self._config.adds_blocks)
         self._calls = MeteredCalls(
             is_inside=lambda: bool(self._running[threading.get_ident()]),
             offloads=lambda: is_linked(self._device, self._config.pins),
@@ -115,8 +115,8 @@ class BudgetLoop:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy measures anew: its parameters, and so all measurements, differ.
-        new = {"_config": self._config.without_optimizers(), "_settled": self._added.settled}
-        return {"_model": self._model, "_forwards": self._forwards, "_hooks": self._hooks, **new}
+        config = self._config.without_optimizers()
+        return {"_model": self._model, "_forwards": self._forwards, "_hooks": self._hooks, "_config": config}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
