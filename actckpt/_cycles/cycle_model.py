@@ -157,12 +157,6 @@ class CycleModel:
     def modes(self, plan: Plan) -> tuple[Mode, ...]:
         return tuple(self._mode(plan, call) for call in range(len(self.calls)))
 
-    def drop_negative_corrections(self) -> bool:
-        """Drop corrections for cycles that needed less than predicted; return whether there were any."""
-        before = len(self._corrections)
-        self._corrections = {key: nbytes for key, nbytes in self._corrections.items() if nbytes > 0}
-        return len(self._corrections) < before
-
     def _mode(self, plan: Plan, call: int) -> Mode:
         if plan.rerun[call]:
             return _RERUN

@@ -338,9 +338,6 @@ class Kind:
         self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
         try:
             self._solve(cycle.static_bytes)
-            # A lower need may be due to how blocks ran. A plan that runs them differently must fit without it.
-            if self._model.modes(self.plan) != self._model.modes(plan) and self._model.drop_negative_corrections():
-                self._solve(cycle.static_bytes)
         except PlanInfeasibleError:
             self._model.restore(before)
             self.plan, self._budget_bytes = plan, budget_bytes
