@@ -77,11 +77,6 @@ class CycleModel:
         self._rows += [_Row(tuple(cycle.order), segment, tuple(blocks)) for segment in cycle.segments()]
 
     @property
-    def num_busy(self) -> int:
-        """The number of calls that did something."""
-        return len(self.calls) - len(self.idle)
-
-    @property
     def num_orders(self) -> int:
         """The number of measured orders of forwards and backwards."""
         return len({row.order for row in self._rows})

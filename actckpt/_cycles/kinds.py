@@ -217,8 +217,7 @@ class Kind:
         else:
             model = CycleModel(cycle, blocks)
         before = () if self._model is None else self._model.calls
-        num_busy = 0 if self._model is None else self._model.num_busy
-        is_less = model.num_busy < num_busy or total_given(model.calls) < _ALIKE * total_given(before)
+        is_less = total_given(model.calls) < _ALIKE * total_given(before)
         if self._model is not None and is_less and not is_larger(model.calls, before):
             self.stage = self._stage_before
             return
