@@ -27,9 +27,8 @@ from actckpt.planner.simulation import needs
 
 __all__ = ["BudgetConfig", "Kind"]
 
-#: Maximum number of correction rounds; the share of the budget that may stay unused while values are dropped; and the
-#: share by which each round aims lower than the previous one, since another plan may err elsewhere.
-_MOST_ROUNDS, _UNUSED, _MARGIN = 3, 0.02, 0.002
+#: Maximum number of correction rounds, and the share of the budget that may stay unused while values are dropped.
+_MOST_ROUNDS, _UNUSED = 3, 0.02
 #: A plan that offloads and exceeds both budget and prediction by more than this share frees less than expected.
 _HELD = 0.02
 #: Static bytes count as changed beyond this share (if lower: in 16 cycles in a row); a budget of free memory, read
@@ -241,7 +240,7 @@ class Kind:
         self._budget_bytes = self._solving.budget_bytes(self._model, costs)
         self.refused, self._infeasible_error = "", None
         try:
-            self.plan = self._planned(costs)
+            self.plan = self._planned(costs, self._budget_bytes)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
         self._is_solved = True
@@ -269,10 +268,8 @@ class Kind:
         """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
         return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
 
-    def _planned(self, costs: CostTable, limit_bytes: float | None = None) -> Plan:
+    def _planned(self, costs: CostTable, limit_bytes: float) -> Plan:
         assert self._model is not None
-        if limit_bytes is None:
-            limit_bytes = max((1 - _MARGIN * len(self._attempts)) * self._budget_bytes, 1.0)
         return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:

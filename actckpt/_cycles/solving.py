@@ -58,21 +58,12 @@ class Solving:
         return self._config.budget_bytes(self._module, functools.partial(model.plain_bytes, costs))
 
     def plan(self, model: CycleModel, costs: CostTable, budget_bytes: float, limit_bytes: float) -> Plan:
-        """Return the fastest plan that fits.
+        """Return the fastest plan for a budget that fits into a limit.
 
-        Args:
-            limit_bytes: what it should fit into. If no plan does, and one fits into the budget, the smallest one is
-                returned.
         Raises:
-            PlanInfeasibleError: no plan fits into either.
+            PlanInfeasibleError: none fits.
         """
-        try:
-            plan = solved(costs, limit_bytes, self._config.pins)
-        except PlanInfeasibleError as error:
-            least_bytes = error.smallest_bytes
-            if least_bytes is None or least_bytes > budget_bytes:
-                raise
-            plan = solved(costs, least_bytes, self._config.pins)
+        plan = solved(costs, limit_bytes, self._config.pins)
         return self.placed(model, dataclasses.replace(plan, budget_bytes=budget_bytes))
 
     def placed(self, model: CycleModel, plan: Plan) -> Plan:
