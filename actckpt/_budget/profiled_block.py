@@ -48,15 +48,11 @@ class ProfiledBlock:
     #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
 
-    def without_released_casts(self, *, are_cached: bool) -> ProfiledBlock:
-        """Return the block whose casts that the cache does not hold any more are values again.
-
-        Args:
-            are_cached: they were in the cache in forward, else ordinary values.
-        """
+    def without_released_casts(self) -> ProfiledBlock:
+        """Return the block whose casts that the cache does not hold any more are values again."""
         released = {cast.name: cast.nbytes for cast in self.casts if cast.storage() is None}
         values = tuple(
-            dataclasses.replace(value, nbytes=released[value.name], cached=are_cached)
+            dataclasses.replace(value, nbytes=released[value.name], cached=True)
             if value.name in released
             else value
             for value in self.costs.values

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +47,6 @@ class MeteredCalls:
         self.life: ForwardLife | None = None
         #: Of the measured cycle: calls as profiled, and as the first backward found them.
         self.profiled: list[ProfiledBlock] = []
-        self._modules: list[torch.nn.Module] = []
         self.settled: list[SettledBlock] = []
         #: Storages that forwards of the cycle returned.
         self._returned: list[weakref.ref[torch.UntypedStorage]] = []
@@ -56,7 +54,7 @@ class MeteredCalls:
     def begin(self, cycle: Cycle | None = None, kind: Kind | None = None) -> None:
         """A cycle starts; None: it is over."""
         self._cycle, self._kind = cycle, kind
-        self.profiled, self.settled, self._returned, self._modules = [], [], [], []
+        self.profiled, self.settled, self._returned = [], [], []
 
     def returned(self, tensors: list[torch.Tensor]) -> None:
         """A forward of the model returned these."""
@@ -127,7 +125,6 @@ class MeteredCalls:
                 flush(self._cycle.device)  # offloads of timed blocks are not part of the step
         if block is not None:  # else the cycle is measured again
             self.profiled.append(block)
-            self._modules.append(forward.block)
             self._cycle.casts += [cast.storage for cast in block.casts]
             for storage in filter(None, (cast.storage() for cast in block.casts)):
                 weakref.finalize(storage, self._cast_died, self._cycle).atexit = False
@@ -156,8 +153,4 @@ class MeteredCalls:
     def settle(self, cycle: Cycle) -> None:
         """A backward reached outputs: determine which dropped values of profiled blocks are alive."""
         if cycle is self._cycle and len(self.settled) < len(self.profiled):
-            # Of a parameter that several calls read, the first one makes the cast, and the others hold it, too.
-            readers = Counter(id(parameter) for module in self._modules for parameter in module.parameters())
-            returned, may_share_casts = set(map(id, self._returned)), max(readers.values(), default=0) > 1
-            blocks = self.profiled[len(self.settled) :]
-            self.settled += settled(blocks, returned, counts_casts_twice=may_share_casts)
+            self.settled += settled(self.profiled[len(self.settled) :], set(map(id, self._returned)))

@@ -32,9 +32,7 @@ class SettledBlock:
     droppable_input_bytes: float
 
 
-def settled(
-    blocks: Sequence[ProfiledBlock], returned: Collection[int] = (), *, counts_casts_twice: bool = False
-) -> list[SettledBlock]:
+def settled(blocks: Sequence[ProfiledBlock], returned: Collection[int] = ()) -> list[SettledBlock]:
     """Return profiled calls in their state when a backward first reaches an output.
 
     A dropped value that is alive then (a result that the next block holds, a cast in autocast's cache) is free to keep.
@@ -42,21 +40,17 @@ def settled(
 
     Args:
         returned: `id` of the weak references to storages that the model returned: the program may hold them.
-        counts_casts_twice: count casts that blocks keep also while autocast's cache holds them.
     """
     # While a storage is alive, its weak reference is unique.
     num_given = Counter(id(storage) for block in blocks for storage, _ in block.arguments)
     needed = {id(storage) for block in blocks for storage in block.returned.values()}
     made_by_blocks = {id(storage) for block in blocks for storage in block.results} - needed - set(returned)
     may_drop = {key for key in made_by_blocks if num_given[key] == 1}
-    return [
-        _settled(block, may_drop_input=id(block.input) in may_drop, counts_casts_twice=counts_casts_twice)
-        for block in blocks
-    ]
+    return [_settled(block, may_drop_input=id(block.input) in may_drop) for block in blocks]
 
 
-def _settled(block: ProfiledBlock, *, may_drop_input: bool, counts_casts_twice: bool) -> SettledBlock:
-    block = block.without_released_casts(are_cached=not counts_casts_twice)
+def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
+    block = block.without_released_casts()
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
