@@ -52,9 +52,7 @@ class ProfiledBlock:
         """Return the block whose casts that the cache does not hold any more are values again."""
         released = {cast.name: cast.nbytes for cast in self.casts if cast.storage() is None}
         values = tuple(
-            dataclasses.replace(value, nbytes=released[value.name], cached=True)
-            if value.name in released
-            else value
+            dataclasses.replace(value, nbytes=released[value.name], cached=True) if value.name in released else value
             for value in self.costs.values
         )
         return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
@@ -14,12 +15,13 @@ from actckpt._budget.bandwidth import flush
 from actckpt._budget.budget_config import BudgetConfig
 from actckpt._budget.fake_collectives import Exchanges, num_ranks
 from actckpt._budget.running import RECOMPUTE, device_of
+from actckpt._core import devices
 from actckpt._core.steps import Step
 from actckpt._core.training_state import TrainingState
 from actckpt._cycles.loop import BudgetLoop
-from actckpt._cycles.outside_cycles import OutsideCycles
 from actckpt._text.listed import listed
 from actckpt.errors import BlocksError
+from actckpt.memory import LiveStorages
 from actckpt.planner.plans import Plan
 from actckpt.statistics import uncounted
 
@@ -53,7 +55,7 @@ def settled_loop(
     forwards = forwards_in(blocks)
     for forward in forwards.values():  # for errors about blocks that do not run
         forward.group.is_checked = True
-    outside = OutsideCycles(model, config, device_of(model))
+    outside = _OutsideCycles(model, config)
     config = dataclasses.replace(config, on_infeasible="raise", more_bytes=outside.nbytes)
     loop = BudgetLoop(model, forwards, config)
     try:
@@ -86,6 +88,42 @@ def _repeat(step: Step, state: TrainingState, most: int, until: Callable[[], boo
             break
         state.put_back()
         step()
+
+
+class _OutsideCycles:
+    """Counts memory of a step that its cycle does not see, since that begins at the forward of the model.
+
+    1. What the step allocates before the forward, and frees: a batch that it loads.
+    2. State of the optimizer. Each step of `plan` starts without it, and each later training step with it.
+
+    Enter it around the first step.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: BudgetConfig) -> None:
+        self._config, self._device, self._thread = config, device_of(model), threading.get_ident()
+        self._live = LiveStorages(parameters=model.parameters(), device=self._device)
+        self._contexts = contextlib.ExitStack()
+        #: Bytes alive when the forward begins; those of them that the step frees, and of the optimizer's state.
+        self._begin_bytes = self._freed_bytes = self._state_bytes = 0
+
+    def nbytes(self) -> int:
+        """Return the bytes that count in a cycle that begins now."""
+        self._begin_bytes = self._begin_bytes or self._live.live_bytes
+        if threading.get_ident() == self._thread:  # a mode leaves only the stack of its own thread
+            self._contexts.close()
+        if not self._config.is_total:
+            return self._freed_bytes
+        return self._freed_bytes + max(0, self._state_bytes - self._config.optimizer_bytes(self._device))
+
+    def __enter__(self) -> None:
+        if not self._config.is_total or devices.counting(self._device) is None:  # else the allocator counts it
+            self._contexts.enter_context(self._live)
+
+    def __exit__(self, *_: object) -> None:
+        self._contexts.close()
+        # What stays alive exists before the next step: caches that the first step fills.
+        self._freed_bytes = max(self._begin_bytes - self._live.live_bytes, 0)
+        self._state_bytes = self._config.optimizer_bytes(self._device)
 
 
 @contextlib.contextmanager
