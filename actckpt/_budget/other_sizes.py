@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,12 +39,12 @@ def at_other_size(profiles: Sequence[BlockProfile], values: Sequence[Value]) -> 
         values: of the call, without `OTHER`.
     """
     nbytes = _total(values)
-    ratios = {profile: nbytes / total for profile in profiles if (total := _total(profile.costs.values[:-1])) > 0}
-    near = {profile: max(ratio, 1 / ratio) for profile, ratio in ratios.items() if ratio > 0}
-    nearest = min(near, key=near.__getitem__, default=None)
-    if nearest is None or near[nearest] > _MOST_TIMES_LARGER:
+    ratios = [nbytes / total if (total := _total(profile.costs.values[:-1])) else 1.0 for profile in profiles]
+    near = [(max(ratio, 1 / ratio), number) for number, ratio in enumerate(ratios)]
+    times_larger, nearest = min(near, default=(math.inf, 0))
+    if times_larger > _MOST_TIMES_LARGER:
         return None
-    ratio, (costs, peaks) = ratios[nearest], nearest
+    ratio, (costs, peaks) = ratios[nearest], profiles[nearest]
     *known, other = costs.values
     factors = [new.nbytes / old.nbytes if old.nbytes else ratio for new, old in zip(values, known, strict=True)]
     offload_s = max(value.offload_s for value in known)

@@ -79,7 +79,6 @@ class Profiler:
         self._offloads = offloads
         #: The name of the block that runs; empty: none.
         self.running = ""
-        self._known: dict[tuple[Any, ...], BlockProfile] = {}
         #: By structure without sizes: measured profiles, and whether a first block has that of later ones.
         self._measured: defaultdict[tuple[Any, ...], list[BlockProfile]] = defaultdict(list)
         self._in_stack: dict[tuple[Any, ...], bool] = {}
@@ -184,15 +183,12 @@ class Profiler:
         self, profiled: Callable[[], BlockProfile], block: torch.nn.Module, values: tuple[Value, ...], *others: Any
     ) -> BlockProfile:
         """Return the profile of calls with these values, at this size or scaled from another one; else profile."""
-        key = _structure_key(block, values, *others)
-        if key not in self._known:
-            measured = self._measured[_structure_key(block, without_sizes(values), *others)]
-            profile = at_other_size(measured, values)
-            if profile is None:
-                profile = profiled()
-                measured.append(profile)
-            self._known[key] = profile
-        return self._known[key]
+        measured = self._measured[_structure_key(block, without_sizes(values), *others)]
+        profile = at_other_size(measured, values)
+        if profile is None:
+            profile = profiled()
+            measured.append(profile)
+        return profile
 
 
 def _profiled_block(call: BlockCall, profile: BlockProfile, places: dict[str, str], result: Any) -> ProfiledBlock:
