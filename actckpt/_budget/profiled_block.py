@@ -47,12 +47,3 @@ class ProfiledBlock:
     arguments: tuple[tuple[weakref.ref[torch.UntypedStorage], int], ...] = ()
     #: The storages of its results.
     results: tuple[weakref.ref[torch.UntypedStorage], ...] = ()
-
-    def without_released_casts(self) -> ProfiledBlock:
-        """Return the block whose casts that the cache does not hold any more are values again."""
-        released = {cast.name: cast.nbytes for cast in self.casts if cast.storage() is None}
-        values = tuple(
-            dataclasses.replace(value, nbytes=released[value.name], cached=True) if value.name in released else value
-            for value in self.costs.values
-        )
-        return dataclasses.replace(self, costs=dataclasses.replace(self.costs, values=values))

@@ -240,7 +240,7 @@ class Kind:
         self._budget_bytes = self._solving.budget_bytes(self._model, costs)
         self.refused, self._infeasible_error = "", None
         try:
-            self.plan = self._planned(costs, self._budget_bytes)
+            self.plan = self._solving.plan(self._model, costs, self._budget_bytes, self._budget_bytes)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
         self._is_solved = True
@@ -257,20 +257,16 @@ class Kind:
         user_error = self._solving.user_error(self._model, costs, *facts)
         if self._attempts:  # the observed memory of the smallest plan decides
             self._infeasible_error = user_error
-            return self._planned(costs, least)
+            return self._solving.plan(self._model, costs, self._budget_bytes, least)
         self.refused, self.plan = str(user_error), None
         if self._infeasible.raises and not is_late:
             raise user_error
         self._infeasible.warn(user_error, is_late=is_late)
-        return self._planned(costs, least)
+        return self._solving.plan(self._model, costs, self._budget_bytes, least)
 
     def least_bytes(self) -> float:
         """Return the smallest budget for this kind if it exceeds the user's budget, else 0."""
         return 0.0 if self._model is None else self._solving.least_bytes(self._model, self._static_bytes)
-
-    def _planned(self, costs: CostTable, limit_bytes: float) -> Plan:
-        assert self._model is not None
-        return self._solving.plan(self._model, costs, self._budget_bytes, limit_bytes)
 
     def _fit(self, cycle: Cycle) -> None:
         """A metered cycle under the plan has ended: correct the model and solve again, or keep the plan."""

@@ -50,7 +50,8 @@ def settled(blocks: Sequence[ProfiledBlock], returned: Collection[int] = ()) -> 
 
 
 def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
-    block = block.without_released_casts()
+    # Casts that autocast's cache does not hold any more are values again.
+    released = {cast.name: cast.nbytes for cast in block.casts if cast.storage() is None}
     alive = {name for name, storage in block.made.items() if storage() is not None}
     results = set(map(id, block.results))
     returned = {name for name, storage in block.made.items() if id(storage) in results}
@@ -72,8 +73,9 @@ def _settled(block: ProfiledBlock, *, may_drop_input: bool) -> SettledBlock:
     def counted(value: Value) -> Value:
         # A value that backward does not read is not free to keep: the recorder may keep a result instead of its inputs.
         is_free = value.name in alive and ((value.replayable and value.needed) or value.name in returned)
-        nbytes = 0.0 if is_free else value.nbytes
-        return dataclasses.replace(value, nbytes=nbytes, offloadable=value.offloadable and nbytes > 0)
+        nbytes = 0.0 if is_free else released.get(value.name, value.nbytes)
+        can_move = value.offloadable and nbytes > 0
+        return dataclasses.replace(value, nbytes=nbytes, offloadable=can_move, cached=value.name in released)
 
     values = [counted(value) for value in values]
     if rerun_held:  # replays need only the input, reruns all arguments
