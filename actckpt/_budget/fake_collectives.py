@@ -11,11 +11,12 @@ or zeros if that has another size. Integers, which may determine sizes (how many
 that the recorded call received. An unknown collective raises: no other rank would receive what it sends.
 
 `actckpt.plan` runs whole steps as often as it must. If the first one communicates, it raises after that step, which all
-ranks have run once.
+ranks have run once. Blocks that would gather sharded parameters once more are not profiled: that is an error.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ from torch import Tensor
 from actckpt._core import ranks, torch_private
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.storages import tensors_in
+from actckpt.errors import BlocksError
 
-__all__ = ["Exchanges", "FakeCollectives", "num_ranks"]
+__all__ = ["Exchanges", "FakeCollectives", "check_units", "check_wrapped", "num_ranks"]
 
 #: FSDP's own operators that communicate call operators of these.
 _EXCHANGES = ranks.COLLECTIVE_NAMESPACES - {"fsdp"}
@@ -158,3 +160,24 @@ def _local_result(func: Any, args: tuple[Any, ...]) -> Any:
     if name not in _RESULTS or namespace == "_dtensor":
         raise NotImplementedError(f"{func} exchanges tensors with other ranks, and it is not known how large they are")
     return _RESULTS[name](*args)
+
+
+def check_units(name: str, exchanges: Exchanges) -> None:
+    """Raise if modules inside a block gathered their own parameters (FSDP2)."""
+    if exchanges.has_units:
+        raise BlocksError(
+            f"block {name!r} has modules that FSDP2 shards, and cannot be profiled on its own: that would gather their "
+            "parameters once more. Shard the blocks themselves (fully_shard(block)), pass these modules as blocks=, or "
+            "a policy in place of a budget."
+        )
+
+
+def check_wrapped(name: str, block: torch.nn.Module) -> None:
+    """Raise if modules of a block are wrapped by FullyShardedDataParallel."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported by whoever wraps with it
+    if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in block.modules()):
+        raise BlocksError(
+            f"block {name!r} has modules that FullyShardedDataParallel wraps, and cannot be profiled on its own: that "
+            "would gather their parameters once more. Call apply first and then wrap the blocks, or pass a policy in "
+            "place of a budget."
+        )

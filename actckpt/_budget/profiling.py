@@ -11,7 +11,7 @@ are as the forward found them (NOTE [ Inputs of a region ]). Afterwards random s
 containers and objects reachable from these and the arguments are restored. Other tensors that the recorded call wrote
 to in place get their bytes back. These runs do not communicate with other ranks (NOTE [ Fake collectives ]), and
 `actckpt.stats` does not count them. For sizes up to four times larger or smaller the block does not run again. Its
-bytes are those of the recorded call; its seconds and peaks are scaled (`other_sizes`).
+bytes are those of the recorded call; its seconds and peaks are scaled (`profiled_block`).
 
 Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
 recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
@@ -42,14 +42,12 @@ from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.block_bytes import HeldBytes, block_peaks, held_bytes
-from actckpt._budget.block_calls import BlockCall
-from actckpt._budget.block_times import block_times
+from actckpt._budget.block_calls import BlockCall, block_times
 from actckpt._budget.compiled_blocks import is_compiled, run_compiled
+from actckpt._budget.fake_collectives import check_units, check_wrapped
 from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_input
-from actckpt._budget.other_sizes import BlockProfile, at_other_size, without_sizes
-from actckpt._budget.profiled_block import OTHER, Cast, ProfiledBlock
+from actckpt._budget.profiled_block import OTHER, BlockProfile, Cast, ProfiledBlock, at_other_size, without_sizes
 from actckpt._budget.rng_usage import RngUsage
-from actckpt._budget.sharded import check_units, check_wrapped
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._core import modes
 from actckpt._core.storages import storages_of, tensors_in
@@ -153,7 +151,7 @@ class Profiler:
         def costs() -> ProfiledBlock | None:
             if structure.is_measured_later:
                 return None
-            check_units(name, structure)
+            check_units(name, structure.exchanges)
             call = BlockCall(name, block, forward, (args, kwargs), structure)
             _note_held(call, result, inputs)
             no_rerun = drawn or (_COUNTS_CALLS if counts_calls(block, before, structure.written) else None)

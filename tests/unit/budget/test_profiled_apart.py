@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import actckpt
-from actckpt._budget import block_times
+from actckpt._budget import block_calls
 from actckpt._budget.timing import Times
 
 
@@ -40,7 +40,7 @@ def test_blocks_of_which_other_gradients_are_computed_are_profiled_apart(
     def times(*_: Any, **__: Any) -> Times:
         return Times(next(num_calls), 2.0, 1.0, 2.0, None)
 
-    monkeypatch.setattr(block_times, "fastest", times)
+    monkeypatch.setattr(block_calls, "fastest", times)
     model = nn.Sequential(nn.Identity(), *(_Product(begins_with_sin=begins_with_sin) for _ in range(5)))
     for number, block in enumerate(model[1:]):
         block.scale.requires_grad_(not is_frozen(number))
