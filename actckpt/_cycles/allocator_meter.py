@@ -29,7 +29,7 @@ from actckpt._core import checksums, devices, torch_private
 from actckpt._core.storages import storages_of
 from actckpt._offload import stores
 
-__all__ = ["AllocatorMeter", "Older", "RisenPeak", "free_older", "watch_of"]
+__all__ = ["AllocatorMeter", "Older", "RisenPeak", "free_older"]
 
 #: A storage from before the cycle, and its bytes.
 Older = tuple[weakref.ref[torch.UntypedStorage], int]
@@ -260,14 +260,6 @@ def _calling(method: weakref.WeakMethod[Any]) -> Callable[[torch.Tensor], None]:
             bound(tensor)
 
     return hook
-
-
-def watch_of(
-    device: torch.device, parameters: list[torch.nn.Parameter], older: Iterable[Older], *, starts_again: bool
-) -> RisenPeak | None:
-    """Return a watch for a cycle, None if no allocator has statistics. See `RisenPeak` for the arguments."""
-    allocator = devices.counting(device)
-    return None if allocator is None else RisenPeak(allocator, device, parameters, older, starts_again=starts_again)
 
 
 def _bytes_of(tensors: list[torch.Tensor | None]) -> int:

@@ -9,7 +9,7 @@ its backward. own_s is what the block that runs in s additionally needs in its m
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from actckpt._budget.simple import plain_plan
@@ -157,12 +157,8 @@ class CycleModel:
             return _RERUN
         return _REPLAYED if self._costs[call].is_recorded(plan.actions[call]) else KEPT
 
-    def corrections(self) -> dict[_Correction, float]:
-        """Return a copy of the corrections, for `restore`."""
-        return dict(self._corrections)
-
-    def restore(self, corrections: Mapping[_Correction, float]) -> None:
-        self._corrections = dict(corrections)
+    def forget_corrections(self) -> None:
+        self._corrections = {}
 
     @property
     def places(self) -> tuple[dict[str, str], ...]:

@@ -326,14 +326,9 @@ class Kind:
     def _solve_again(self, cycle: Cycle) -> bool:
         """Correct the model by a cycle; return whether that leads to another plan."""
         assert self._model is not None and self.plan is not None
-        before, plan, budget_bytes = self._model.corrections(), self.plan, self._budget_bytes
-        self._model.observe(cycle, plan, needs(self._solving.costs(self._model, cycle.static_bytes), plan))
-        try:
-            self._solve(cycle.static_bytes)
-        except PlanInfeasibleError:
-            self._model.restore(before)
-            self.plan, self._budget_bytes = plan, budget_bytes
-            return False
+        needed = needs(self._solving.costs(self._model, cycle.static_bytes), self.plan)
+        self._model.observe(cycle, self.plan, needed)
+        self._solve(cycle.static_bytes)
         known = [(other.actions, other.rerun) for other, _ in self._attempts]
         return self.plan is not None and (self.plan.actions, self.plan.rerun) not in known
 

@@ -41,7 +41,7 @@ from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._cycles import warnings as texts
 from actckpt._cycles.added_blocks import AddedBlocks
-from actckpt._cycles.allocator_meter import free_older, watch_of
+from actckpt._cycles.allocator_meter import RisenPeak, free_older
 from actckpt._cycles.forward_life import ForwardLife
 from actckpt._cycles.kinds import Kind
 from actckpt._cycles.known_kinds import CycleKey, CycleKeys, ForwardKey, KnownKinds
@@ -242,8 +242,9 @@ class BudgetLoop:
         cycle = self._cycle = Cycle(self._device, static_bytes)  # first, since it ends the meter
         if is_metered:
             cycle.meter = meter_of(self._device, held, parameters=own, older=older)
-        else:
-            cycle.watch = watch_of(self._device, own, older, starts_again=kind is not None and kind.looks)
+        elif (allocator := devices.counting(self._device)) is not None:
+            starts_again = kind is not None and kind.looks
+            cycle.watch = RisenPeak(allocator, self._device, own, older, starts_again=starts_again)
         cycle.note("begin")
         self._calls.begin(cycle, kind)
         if self._is_measuring() and cycle.meter is not None:

@@ -51,7 +51,7 @@ class Solving:
         if not self._is_linked() or pins_offload(self._config.pins):
             return False
         self._is_unlinked = True
-        model.restore({})
+        model.forget_corrections()
         return True
 
     def budget_bytes(self, model: CycleModel, costs: CostTable) -> float:
