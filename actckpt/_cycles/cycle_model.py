@@ -21,16 +21,12 @@ from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import needs
 
-__all__ = ["KEPT", "CycleModel", "Mode", "class_names"]
-
-#: How a block runs: all kept, replayed, or rerun; empty if no block runs.
-Mode = str
-KEPT, _REPLAYED, _RERUN = "kept", "replayed", "rerun"
-
+__all__ = ["CycleModel", "class_names"]
 
 #: The order in which forwards and backwards ran (`Cycle.order`).
 _Order = tuple[tuple[int, int, bool], ...]
-_Correction = tuple[_Order, SegmentKey, Mode]
+#: Of a segment, and the mode (`BlockClass.mode`) of the block that runs in it, -1: none.
+_Correction = tuple[_Order, SegmentKey, int]
 
 
 class _Row(NamedTuple):
@@ -94,32 +90,29 @@ class CycleModel:
         segment, blocks = row.segment, row.blocks
         counted = (blocks[j].always_kept_bytes + blocks[j].droppable_input_bytes for j in segment.alive)
         base = static_bytes + segment.peak_bytes - sum(counted)
-        bases = {mode: base + self._correction(row, mode) for mode in (KEPT, _REPLAYED, _RERUN)}
+        modes = range(3) if segment.running >= 0 else [-1] * 3
+        bases = [base + self._corrections.get((row.order, segment.key, mode), 0.0) for mode in modes]
         limit = float("inf")
         if segment.running >= 0:
             block = blocks[segment.running]
             peaks, kept = block.peaks, block.always_kept_bytes
             if segment.is_forward:
                 limit = max(segment.live_bytes + peaks.forward - segment.peak_bytes, 0.0) + kept
-                bases = {mode: nbytes - kept for mode, nbytes in bases.items()}
+                bases = [nbytes - kept for nbytes in bases]
             else:
-                more = {KEPT: peaks.kept, _REPLAYED: peaks.replayed, _RERUN: peaks.rerun}
-                bases = {mode: nbytes + more[mode] - peaks.replayed for mode, nbytes in bases.items()}
+                own = peaks.kept, peaks.replayed, peaks.rerun
+                bases = [nbytes + more - peaks.replayed for nbytes, more in zip(bases, own, strict=True)]
         return planner_costs.Segment(
             running=segment.running,
             is_forward=segment.is_forward,
             alive=tuple(sorted(segment.alive)),
-            plain_bytes=bases[KEPT],
-            replay_bytes=bases[_REPLAYED],
-            rerun_bytes=bases[_RERUN],
+            plain_bytes=bases[0],
+            replay_bytes=bases[1],
+            rerun_bytes=bases[2],
             kept_limit_bytes=limit,
             holds_casts=segment.holds_casts,
             seconds=segment.seconds if segment.running < 0 else 0.0,
         )
-
-    def _correction(self, row: _Row, mode: Mode) -> float:
-        key = row.order, row.segment.key, mode if row.segment.running >= 0 else ""
-        return self._corrections.get(key, 0.0)
 
     def observe(self, cycle: Cycle, plan: Plan, predicted: Sequence[float]) -> None:
         """Correct the model by a metered cycle that ran under a plan.
@@ -128,11 +121,11 @@ class CycleModel:
             predicted: peak bytes of each segment under the plan.
         """
         for row, error in zip(self._rows, self._errors(cycle, predicted), strict=True):
-            segment = row.segment
-            mode = "" if segment.running < 0 else self._mode(plan, segment.running)
-            if error == 0 or (error < 0 and mode == _REPLAYED):  # another plan may replay other values
+            call = row.segment.running
+            mode = -1 if call < 0 else self._costs[call].mode(plan.actions[call], rerun=plan.rerun[call])
+            if error == 0 or (error < 0 and mode == 1):  # another plan may replay other values
                 continue
-            key = row.order, segment.key, mode
+            key = row.order, row.segment.key, mode
             self._corrections[key] = self._corrections.get(key, 0.0) + error
 
     def _errors(self, cycle: Cycle, predicted: Sequence[float]) -> Iterator[float]:
@@ -148,14 +141,6 @@ class CycleModel:
         errors = self._errors(cycle, needs(costs, probe))
         rows = zip(self._rows, needs(costs, plan), errors, strict=True)
         return max([need + error * is_alike[row.segment.running] for row, need, error in rows])
-
-    def modes(self, plan: Plan) -> tuple[Mode, ...]:
-        return tuple(self._mode(plan, call) for call in range(len(self.calls)))
-
-    def _mode(self, plan: Plan, call: int) -> Mode:
-        if plan.rerun[call]:
-            return _RERUN
-        return _REPLAYED if self._costs[call].is_recorded(plan.actions[call]) else KEPT
 
     def forget_corrections(self) -> None:
         self._corrections = {}

@@ -15,13 +15,13 @@ from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core import devices
-from actckpt._cycles.cycle_model import KEPT, CycleModel
+from actckpt._cycles.cycle_model import CycleModel
 from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving
 from actckpt._cycles.timeline import Call, Cycle, is_larger, most_given, total_given
 from actckpt._cycles.trials import Trials, trials_of
 from actckpt.errors import PlanInfeasibleError
-from actckpt.planner.costs import CostTable
+from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan
 from actckpt.planner.simulation import needs
 
@@ -334,7 +334,7 @@ class Kind:
 
     def _begin_trials(self) -> None:
         assert self.plan is not None and self._model is not None
-        if any(mode != KEPT for mode in self._model.modes(self.plan)):
+        if any(self.plan.rerun) or any(map(BlockClass.is_recorded, self.plan.costs.blocks, self.plan.actions)):
             placed = functools.partial(self._solving.placed, self._model)
             self._trials = trials_of(self.plan, self._budget_bytes, placed, self._config)
             self.stage = "settled" if self._trials is None else "try"
