@@ -144,8 +144,3 @@ class CycleModel:
 
     def forget_corrections(self) -> None:
         self._corrections = {}
-
-    @property
-    def places(self) -> tuple[dict[str, str], ...]:
-        """For each block call, the place of each value by its name in the cost table."""
-        return tuple(block.places for block in self.blocks)

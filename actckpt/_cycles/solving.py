@@ -68,7 +68,8 @@ class Solving:
 
     def placed(self, model: CycleModel, plan: Plan) -> Plan:
         names = tuple(call.block for call in model.calls)
-        return dataclasses.replace(plan, blocks=names, places=model.places, model=facts_of(self._module, names))
+        places = tuple(block.places for block in model.blocks)
+        return dataclasses.replace(plan, blocks=names, places=places, model=facts_of(self._module, names))
 
     def user_error(
         self,

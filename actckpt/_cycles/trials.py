@@ -55,25 +55,6 @@ class Candidate:
         return [max(devices.seconds_between(*cycle), _RESOLUTION_S) for cycle in self.cycles]
 
 
-def _candidates_beside(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan]) -> list[Candidate]:
-    """Return a measured plan, and simple policies as candidates.
-
-    Args:
-        placed: returns a plan with the places of its values in the model.
-    """
-    fits = plan.peak_bytes <= budget_bytes
-    candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
-    for name, other in simple_plans(plan.costs):
-        if not any(
-            other.actions == candidate.plan.actions and other.rerun == candidate.plan.rerun for candidate in candidates
-        ):
-            of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
-            fits = other.peak_bytes <= budget_bytes
-            probe = None if fits else probe_of(of_budget)
-            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=fits, probe=probe))
-    return candidates
-
-
 def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], config: BudgetConfig) -> Trials | None:
     """Return trials of a measured plan and of simple policies; None if only one plan fits, or trials are off.
 
@@ -82,7 +63,14 @@ def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], c
     """
     if not config.race or config.pins or num_ranks() > 1:  # several ranks would have to run them in step
         return None
-    candidates = _candidates_beside(plan, budget_bytes, placed)
+    fits = plan.peak_bytes <= budget_bytes
+    candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
+    for name, other in simple_plans(plan.costs):
+        if (other.actions, other.rerun) not in [(each.plan.actions, each.plan.rerun) for each in candidates]:
+            of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
+            fits = other.peak_bytes <= budget_bytes
+            probe = None if fits else probe_of(of_budget)
+            candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=fits, probe=probe))
     num_tried = sum(candidate.fits or candidate.probe is not None for candidate in candidates)
     return Trials(candidates, budget_bytes) if num_tried > 1 else None
 
@@ -94,12 +82,15 @@ class Trials:
         candidates: the solver's plan first; its peak is known. Those predicted not to fit, and without probe, are only
             listed.
         budget_bytes: maximum measured peak of a candidate.
+
+    Attributes:
+        running: the candidate of this cycle.
     """
 
     def __init__(self, candidates: list[Candidate], budget_bytes: float) -> None:
         self._all, self._budget_bytes = candidates, budget_bytes
         self._left = [candidate for candidate in candidates if candidate.fits or candidate.probe is not None]
-        self._running = candidates[0]
+        self.running = candidates[0]
 
     @property
     def is_over(self) -> bool:
@@ -110,36 +101,32 @@ class Trials:
     def num_cycles_left(self) -> int:
         return 0 if self.is_over else sum(_MOST_ROUNDS - len(candidate.cycles) for candidate in self._left)
 
-    @property
-    def running(self) -> Candidate:
-        return self._running
-
     def next(self) -> Candidate:
         """Return the candidate for the next cycle: an unmeasured one, else the one with the fewest cycles."""
         unmeasured = [candidate for candidate in self._left if not candidate.is_measured]
-        self._running = unmeasured[0] if unmeasured else min(self._left, key=lambda candidate: len(candidate.cycles))
-        return self._running
+        self.running = unmeasured[0] if unmeasured else min(self._left, key=lambda candidate: len(candidate.cycles))
+        return self.running
 
     def note_probe(self, peak_bytes: float) -> None:
         """A metered cycle of the candidate's probe has ended: it predicts this peak for the candidate."""
-        self._running.probe, self._running.peak_bytes = None, peak_bytes
+        self.running.probe, self.running.peak_bytes = None, peak_bytes
         self._drop_unless_fits()
 
     def note_peak(self, peak_bytes: float) -> None:
         """A metered cycle of the candidate has ended; it is not timed."""
-        self._running.is_measured, self._running.peak_bytes = True, peak_bytes
+        self.running.is_measured, self.running.peak_bytes = True, peak_bytes
         self._drop_unless_fits()
 
     def _drop_unless_fits(self) -> None:
-        self._running.fits = self._running.peak_bytes <= self._budget_bytes
-        if not self._running.fits:
-            self._left.remove(self._running)
+        self.running.fits = self.running.peak_bytes <= self._budget_bytes
+        if not self.running.fits:
+            self._left.remove(self.running)
 
     def note_time(self, began: Moment, device: torch.device) -> None:
         """An unmetered cycle of the candidate has ended."""
-        if self._running.probe is not None:
+        if self.running.probe is not None:
             return
-        self._running.cycles.append((began, devices.moment(device)))
+        self.running.cycles.append((began, devices.moment(device)))
         if len({len(candidate.cycles) for candidate in self._left}) == 1 and self._have_passed():
             self._drop_slower()
 
