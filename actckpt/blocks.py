@@ -28,8 +28,7 @@ from actckpt._blocks.model_report import GroupBy, ModelReport
 from actckpt._blocks.other_checkpointing import restore
 from actckpt._blocks.planned_size import warns_of_larger
 from actckpt._blocks.report_data import keep_report, kept_report, report_data
-from actckpt._budget.budget_config import BudgetConfig, check_budget, has_budget
-from actckpt._budget.infeasible import OnInfeasible
+from actckpt._budget.budget_config import BudgetConfig, OnInfeasible, check_budget, has_budget
 from actckpt._budget.planned_model import check_planned_for
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core.optimizers import Optimizers, optimizers_of

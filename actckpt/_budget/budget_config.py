@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from actckpt._budget.infeasible import OnInfeasible, check_on_infeasible
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._core import devices, simulated
 from actckpt._core.storages import gradient_of, storages_of
 from actckpt._offload import stores
+from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action
 from actckpt.planner.pins import checked_pins
 
-__all__ = ["BudgetConfig", "check_budget", "has_budget"]
+__all__ = ["BudgetConfig", "OnInfeasible", "check_budget", "has_budget"]
+
+OnInfeasible = Literal["warn", "raise"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,4 +126,6 @@ def check_budget(options: Mapping[str, Any], model: torch.nn.Module, what: str) 
     checked_pins(options.get("pins"))
     if not isinstance(race := options.get("race", True), bool):
         raise ValueError(f"{what}: race={race!r}. Pass True or False.")
-    check_on_infeasible(options.get("on_infeasible", "warn"), what)
+    if (value := options.get("on_infeasible", "warn")) not in get_args(OnInfeasible):
+        near = did_you_mean([str(value)], get_args(OnInfeasible), show=repr)
+        raise ValueError(f"{what}: on_infeasible={value!r}. Pass 'warn' or 'raise'.{near}")

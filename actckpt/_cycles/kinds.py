@@ -11,7 +11,6 @@ import torch
 
 from actckpt._blocks.applied import CheckpointedForward, Settings
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.offloading import offloaded_bytes
 from actckpt._budget.running import RECOMPUTE, settings_of
 from actckpt._core import devices
@@ -20,6 +19,7 @@ from actckpt._cycles.settled_block import SettledBlock
 from actckpt._cycles.solving import Solving
 from actckpt._cycles.timeline import Call, Cycle, is_larger, most_given, total_given
 from actckpt._cycles.trials import Trials, trials_of
+from actckpt._cycles.warnings import Infeasible
 from actckpt.errors import PlanInfeasibleError
 from actckpt.planner.costs import BlockClass, CostTable
 from actckpt.planner.plans import Plan

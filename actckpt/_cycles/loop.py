@@ -32,7 +32,6 @@ from actckpt._blocks.planned_size import PlannedSize, given_bytes
 from actckpt._blocks.reruns import checkpoint_around
 from actckpt._budget.bandwidth import is_linked, poll
 from actckpt._budget.budget_config import BudgetConfig
-from actckpt._budget.infeasible import Infeasible
 from actckpt._budget.running import RECOMPUTE, device_of, use_settings
 from actckpt._core import devices, torch_private
 from actckpt._core.memory_by_module import explain
@@ -79,7 +78,7 @@ class BudgetLoop:
         self._hooks = [begin, self._model.register_forward_hook(self._end, always_call=True)]
 
     def _start(self) -> None:
-        self._infeasible = Infeasible(self._config.on_infeasible)
+        self._infeasible = texts.Infeasible(self._config.on_infeasible)
         self._kinds = KnownKinds(self._new_kind)
         self._keys, self._leftovers = CycleKeys(self._model), Leftovers(self._config, self._model)
         self._kind: Kind | None = None

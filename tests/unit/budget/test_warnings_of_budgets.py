@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actckpt._budget.infeasible import Infeasible
+from actckpt._cycles.warnings import Infeasible
 from actckpt.errors import ActckptWarning, PlanInfeasibleError
 
 
