@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,9 @@ from actckpt._core.storages import tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._offload import stores
 from actckpt._replay.named_operators import Matches
-from actckpt._replay.tape import matched_opaque
+from actckpt._text import operator_names
+from actckpt._text.places import Selector
+from actckpt._text.selectors import matches
 from actckpt.planner.plans import Plan
 
 __all__ = ["BlockGroup"]
@@ -37,10 +39,10 @@ _IDLE = WarningText(
     "it calls. If it skips blocks at random (layer dropout), ignore this.",
     per="model",
 )
-_NOTHING_OPAQUE = WarningText(
-    "apply: nothing in {blocks} blocks has a name in configure(opaque={names}), in the first step. Blocks are replayed "
-    "all the same.",
-    "Name operators that run in the blocks, such as mylib.dispatch, or modules by their qualified names.",
+_UNKNOWN = WarningText(
+    "apply: {names} of configure(opaque=...) names no operator that is registered, and no module of {model}. Its "
+    "blocks are replayed all the same.",
+    "Name operators, such as mylib.dispatch, or modules by their qualified names.",
     per="model",
 )
 _UNPLANNED = WarningText(
@@ -59,7 +61,6 @@ class Block(Protocol):
     name: str
     block: torch.nn.Module
     has_run: bool
-    compiled: Callable[..., Any] | None
 
     def begin(self) -> None:
         """A forward of the model starts."""
@@ -265,10 +266,14 @@ class BlockGroup:
         self.tell_idle()
 
     def _tell_opaque(self) -> None:
-        """Warn of names in `configure(opaque=...)` that match nothing. Of compiled code they are unknown."""
-        unmatched = [name for name in config.settings().opaque if name not in matched_opaque]
-        if unmatched and not any(forward.compiled for forward in self.forwards.values()):
-            warn_user(_NOTHING_OPAQUE, blocks=len(self.forwards), names=unmatched)
+        """Warn of names in `configure(opaque=...)` that cannot match anything."""
+        model = None if self.model is None else self.model()
+        if model is None or not (opaque := config.settings().opaque):
+            return
+        modules = [name for name, _ in model.named_modules()]
+        unknown = [name for name in opaque if not _names_any(Selector.parse(name), modules)]
+        if unknown:
+            warn_user(_UNKNOWN, names=", ".join(map(repr, unknown)), model=type(model).__name__)
 
     def tell_idle(self) -> None:
         """Warn if blocks did not run."""
@@ -284,3 +289,11 @@ class BlockGroup:
         if not self._has_told_unplanned:
             self._has_told_unplanned = True
             warn_user(_UNPLANNED, block=name, consequence=_ADDED if is_added else _NOT_ADDED)
+
+
+def _names_any(selector: Selector, modules: list[str]) -> bool:
+    """Return whether a selector names a registered operator, or one of some modules, or both if it has both."""
+    if selector.name is not None:
+        return operator_names.exists(selector.name) or any(matches(selector.name, module) for module in modules)
+    has_operator = selector.operator is None or operator_names.exists(selector.operator)
+    return has_operator and (selector.module is None or any(matches(selector.module, module) for module in modules))

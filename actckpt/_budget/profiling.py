@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-from actckpt import config
 from actckpt._blocks.arguments import first_tensor, others
 from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.reruns import checkpoint_around
@@ -305,8 +304,8 @@ def _other_bytes(structure: BlockStructure, held: HeldBytes) -> float:
 
 
 def _why_no_rerun(structure: BlockStructure, *, writes_to_input: bool) -> str | None:
-    if config.settings().opaque:
-        return "configure(opaque=...) lists what must not run again"
+    if structure.has_opaque():
+        return "it makes what configure(opaque=...) names"
     if writes_to_input:  # a rerun would read what it wrote
         return "it writes to its input"
     if structure.holds_twice_in_rerun():

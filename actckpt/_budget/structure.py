@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actckpt import config
 from actckpt._blocks.arguments import first_tensor
 from actckpt._budget.fake_collectives import Exchanges
 from actckpt._C import Calls, is_paused, look_up_call
@@ -47,7 +48,7 @@ from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import RegionOptions
 from actckpt._replay.operators import operator_of
 from actckpt._rerun.buffers import written_tensors
-from actckpt._text.places import Place
+from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 from actckpt.planner.costs import BLOCK_INPUT, Value
 
@@ -117,6 +118,12 @@ class BlockStructure:
         if info.place is not None and not info.is_parameter:
             self._saved[info.place] = info
         return Action.RECOMPUTE
+
+    def has_opaque(self) -> bool:
+        """Return whether `configure(opaque=...)` names a value, which a rerun would make anew."""
+        selectors = [Selector.parse(name) for name in config.settings().opaque]
+        places = {(place.module, place.operator) for made in self._made for place in made.places} if selectors else ()
+        return any(selector.covers(*place) for selector in selectors for place in places)
 
     def saved_bytes(self) -> int:
         """Return the bytes of the values that backward needs, and that would be released otherwise."""

@@ -26,12 +26,10 @@ from actckpt._replay.replayability import Needed, Obtainable
 from actckpt._text.places import Place, Selector
 from actckpt.action import Action, SavedTensorInfo
 
-__all__ = ["COMPILED", "Tape", "matched_opaque"]
+__all__ = ["COMPILED", "Tape"]
 
 #: Why results and saved tensors of compiled code are not replayed.
 COMPILED = "made by compiled code"
-#: Names in `configure(opaque=...)` that named something in this process.
-matched_opaque: set[str] = set()
 
 
 class Tape(TapeCore):
@@ -163,10 +161,11 @@ class Tape(TapeCore):
             return "it came back wrong before"
         if self.opaque_names and value.operator is not None:
             modules = dict.fromkeys((value.module, site.modules.get(key)))  # also one whose forward is called directly
-            operator = value.operator.name
-            names = [n for n in self.opaque_names if any(Selector.parse(n).covers(each, operator) for each in modules)]
-            matched_opaque.update(names)
-            if names:
+            if any(
+                Selector.parse(name).covers(module, value.operator.name)
+                for name in self.opaque_names
+                for module in modules
+            ):
                 return "configure(opaque=...) names it"
         return ""
 
