@@ -98,8 +98,22 @@ def _run_common(
     has_contexts = options.context_fn is not noop_context_fn or extensions.around_regions
     if is_uncommon or has_contexts or not is_of_module(function):
         return NotImplemented
-    check_metadata = options.determinism_check == "default"
-    return _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata, audit)
+    return _run_in(None, function, args, kwargs, options, audit)
+
+
+def _run_in(
+    region: Region | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    audit: RerunAudit | Literal[False] | None,
+) -> Any:
+    forward = function if region is None else region.forward_of(function)
+    early_stop, check_metadata = options.early_stop, options.determinism_check == "default"
+    return _C.run(
+        region, function, forward, args, kwargs, early_stop, options.preserve_rng_state, check_metadata, audit
+    )
 
 
 #: For use between two compiled graphs, where the compiler would trace it and must not.
@@ -156,7 +170,7 @@ def _run(
     audit: RerunAudit | Literal[False] | None,
 ) -> Any:
     """Run the function in a region without a policy."""
-    preserve_rng_state, contexts = options.preserve_rng_state, None
+    contexts = None
     if options.context_fn is not noop_context_fn and not options.debug:
         contexts = options.make_contexts()
         selective = selective_choice(contexts[0])
@@ -164,22 +178,19 @@ def _run(
             site = site_of_call(function, args, kwargs)
             if not site.is_rerun:
                 return _replayed(selective, site, function, args, kwargs, options, RegionOptions(figures=figures))
-            contexts, preserve_rng_state = None, True
+            contexts, options = None, options._replace(preserve_rng_state=True)
     if options.offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
     inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
-    region = Region(inputs)
-    if preserve_rng_state:
-        if devices.is_capturing():
-            raise random_state.capturing_error(inputs.name)
-        region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
+    if options.preserve_rng_state and devices.is_capturing():
+        raise random_state.capturing_error(messages.name_of(function))
+    region = Region(inputs, random_state.tracker_states(options.rng_trackers) if options.preserve_rng_state else ())
     if options.debug:
         _trace(region, options.context_fn)
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
-    check_metadata = options.determinism_check == "default"
-    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata, audit=audit)
+    return _run_in(region, function, args, kwargs, options, audit)
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

@@ -28,8 +28,8 @@ under Rule 5. If it gets the object itself, or if a parameter is one, it is comp
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -41,8 +41,7 @@ from actckpt._core import messages
 from actckpt._core.functions import assigned_variables, contents_of
 from actckpt._core.reachable import Contents, Reached, is_container, reachable
 from actckpt._core.tensor_changes import Watched
-from actckpt._rerun.buffers import Buffers, Stale
-from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.buffers import Stale
 
 __all__ = [
     "Inputs",
@@ -87,15 +86,21 @@ def _of(kind: type, found: list[Reached]) -> list[Reached]:
     return [reached for reached in found if issubclass(type(reached.value), kind)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Restored:
     """The inputs of one rerun."""
 
-    call: Call
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     #: The tensors among them.
     tensors: Sequence[Tensor] = ()
     #: Cells and the values that they hold when the rerun begins (Rule 2).
     cells: Sequence[tuple[types.CellType, Any]] = ()
+    #: Tensors of objects that were changed since, which the rerun must not read (Rule 3).
+    stale: Sequence[Stale] = ()
+    #: Whether the function can be called as it is (csrc/rerun/region.cpp).
+    is_plain: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,7 +161,7 @@ class Originals:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
         put_back = [(cell, value) for cell, value in unchanged if id(cell) in self._assigned_ids]
-        return Restored(call, self.tensors, [*self._rebound, *put_back])
+        return Restored(*call, self.tensors, [*self._rebound, *put_back])
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -233,33 +238,23 @@ class _Rebinding:
 class Inputs:
     """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
-    __slots__ = ("_buffers", "_contents", "_held", "_outside", "devices", "generators", "name", "parameters")
+    __slots__ = ("_contents", "_held", "_outside", "devices", "generators", "modules")
 
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
+    def __init__(self, held: Any, survey: Survey) -> None:
         self._held = held
         self._contents = Contents(survey.containers)
         self._outside = [(place, Watched(tensor)) for place, tensor in survey.outside]
-        #: The function's name, for error messages.
-        self.name = messages.name_of(function)
         self.devices = survey.devices
-        self.parameters = _C.Parameters(function, survey.modules)
-        #: `torch.Generator`s among the inputs and in module attributes, without repeats.
-        self.generators = list(dict.fromkeys([*survey.generators, *self.parameters.generators]))
-        buffered = self.parameters.buffered
-        self._buffers = Buffers(buffered) if buffered else None
+        self.generators = survey.generators
+        self.modules = survey.modules
 
     @property
-    def is_swapped(self) -> bool:
-        """Whether reruns temporarily change what others see (Rule 2)."""
-        return self._buffers is not None or not self._contents.is_empty
-
-    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to call in the forward instead of `function`."""
-        return function if self._buffers is None else self._buffers.watching(function)
+    def has_containers(self) -> bool:
+        """Whether reruns put back what containers held (Rule 2)."""
+        return not self._contents.is_empty
 
     def forward_done(self) -> None:
-        """Record what the forward itself rebound or changed, and the parameters after it."""
-        self.parameters.forward_done()
+        """Record what the forward itself rebound or changed."""
         aliases: dict[int, Tensor] = {}
         arguments = self._held.argument_ids
 
@@ -274,8 +269,6 @@ class Inputs:
         for _, watched in self._outside:  # the forward may have displaced it
             if (alias := _C.without_graph(watched.tensor)) is not watched.tensor:
                 watched.hold_instead(alias)
-        if self._buffers is not None:
-            self._buffers.forward_done()
 
     def restore(self) -> Restored:
         """Return the inputs of one rerun.
@@ -284,6 +277,8 @@ class Inputs:
             InputChangedError: an input was changed after the forward.
         """
         restored: Restored = self._held.restore()
+        changed = [it for it in self._outside if it[1].is_changed() or it[1].has_other_memory()]
+        restored.stale = [Stale(watched.tensor, watched.version, place, _ADVICE) for place, watched in changed]
         return restored
 
     @property
@@ -292,27 +287,9 @@ class Inputs:
         tensors: list[Tensor] = self._held.tensors
         return tensors
 
-    @contextmanager
-    def as_found(self, *, checks: bool) -> Iterator[None]:
-        """Run the body, of a rerun, with containers and modules as the forward found them.
-
-        Args:
-            checks: raise if an operator reads a tensor of an object that was changed, or a buffer that could not be
-                restored.
-        """
-        changed = [it for it in self._outside if it[1].is_changed() or it[1].has_other_memory()]
-        stale = [Stale(watched.tensor, watched.version, place, _ADVICE) for place, watched in changed]
-        are_as_found = self._buffers is None or self._buffers.are_as_found()
-        if are_as_found and not stale and not self.parameters.check(False, True):
-            with self._contents.restored():
-                yield
-            return
-        with (
-            modules_as_found(self.parameters, self._buffers) as stale_buffers,
-            self._contents.restored(),
-            reads_checked([*stale, *stale_buffers] if checks else [], self.name),
-        ):
-            yield
+    def with_containers(self) -> AbstractContextManager[None]:
+        """Run the body, of a rerun, with containers as the forward found them."""
+        return self._contents.restored()
 
 
 _ADVICE = (

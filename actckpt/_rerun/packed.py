@@ -100,17 +100,14 @@ class Packed:
     def restore(self) -> Restored:
         """As `Originals.restore`."""
         restored = self._originals.restore()
-        function, args, kwargs = restored.call
-        unpacking = _Unpacking(self._shared)
+        unpacking, packed = _Unpacking(self._shared), restored.args
         try:
-            call = (
-                function,
-                tuple([unpacking.restore(value) for value in args]),
-                {name: unpacking.restore(value) for name, value in kwargs.items()},
-            )
+            restored.args = tuple([unpacking.restore(value) for value in packed])
+            restored.kwargs = {name: unpacking.restore(value) for name, value in restored.kwargs.items()}
         except messages.HeldTensorChanged as changed:
-            raise messages.changed_error(changed, args) from None
-        return Restored(call, [*restored.tensors, *unpacking.tensors], restored.cells)
+            raise messages.changed_error(changed, packed) from None
+        restored.tensors = [*restored.tensors, *unpacking.tensors]
+        return restored
 
 
 class _Packing:
@@ -213,4 +210,4 @@ def held_inputs(
     call = (function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     survey = Survey(call, excluded)
-    return Inputs(Originals(call, survey) if outer is None else Packed(call, survey, outer, excluded), survey, function)
+    return Inputs(Originals(call, survey) if outer is None else Packed(call, survey, outer, excluded), survey)
