@@ -34,11 +34,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.tensor_changes import version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
@@ -263,7 +263,7 @@ def _call_watched(new: list[_Noted], function: Callable[..., Any], *args: Any, *
 _NOWHERE: tuple[Any, None, str] = (None, None, "")
 
 
-class _FirstWrites(TorchDispatchMode):
+class _FirstWrites(ObservingMode):
     """Copies the buffers of a module before the first operator that writes to one (Rule 2)."""
 
     supports_higher_order_operators = True
@@ -273,10 +273,6 @@ class _FirstWrites(TorchDispatchMode):
         places = [(noted, name) for noted in modules for name in noted.found]
         storages = [storage_of(noted.found[name]) for noted, name in places]
         self._places = {id(s): (s, *place) for s, place in zip(storages, places, strict=True) if s is not None}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
