@@ -20,7 +20,6 @@ from actckpt._replay.call_sites import Site, site_of_call
 from actckpt._replay.calls import RegionOptions, run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._rerun.audit import RerunAudit, audit_of
-from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt.policies import Policy, choice_of, selective_choice
 
@@ -182,10 +181,10 @@ def _run(
     if options.offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
     if options.preserve_rng_state and devices.is_capturing():
         raise random_state.capturing_error(messages.name_of(function))
-    region = Region(inputs, random_state.tracker_states(options.rng_trackers) if options.preserve_rng_state else ())
+    call = (function, args, kwargs)
+    region = Region(call, input_hooks, options.rng_trackers, restores_random=options.preserve_rng_state)
     if options.debug:
         _trace(region, options.context_fn)
     elif contexts is not None:

@@ -28,11 +28,12 @@ from typing import Any
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import extensions, messages, pressure, random_state, state
+from actckpt._core import extensions, messages, pressure, random_state, state, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of
 from actckpt._rerun.buffers import Stale
-from actckpt._rerun.inputs import Inputs, Restored
+from actckpt._rerun.inputs import Call, Restored
 from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.packed import held_inputs
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "rerun_in_python"]
@@ -44,17 +45,26 @@ class Region:
     C++ (csrc/rerun/region.h) reads `generators`, `modules` and `is_swapped`, and calls `forward_done` and `restore`.
 
     Args:
-        inputs: function and arguments.
-        trackers: states of random state trackers at the beginning of the forward.
+        call: function, positional and keyword arguments.
+        hooks: (pack, unpack) for tensors of the call where no hooks are active outside; None: they are held directly.
+        get_trackers: return random state trackers, besides those of extensions.
+        restores_random: whether reruns restore the states of trackers.
     """
 
     __slots__ = ("carried", "forward_context", "generators", "inputs", "modules", "rerun_context", "trace", "trackers")
 
-    def __init__(self, inputs: Inputs, trackers: Sequence[random_state.TrackerState] = ()) -> None:
-        self.inputs = inputs
+    def __init__(
+        self,
+        call: Call,
+        hooks: torch_private.Hooks | None,
+        get_trackers: Sequence[random_state.GetTracker],
+        *,
+        restores_random: bool,
+    ) -> None:
+        self.inputs = inputs = held_inputs(*call, hooks, random_state.known_trackers(get_trackers))
         self.modules = inputs.modules
         self.generators = (*random_state.generators_of_region(inputs.devices), *inputs.generators)
-        self.trackers = trackers
+        self.trackers = random_state.tracker_states(get_trackers) if restores_random else []
         #: State that extensions carry from the forward into reruns.
         self.carried = extensions.capture()
         #: The contexts of `context_fn`.
