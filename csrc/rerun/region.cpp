@@ -140,7 +140,7 @@ bool is_same_state(const FrameObject* frame) {
 void call_again(const py::object& recomputed) {
   const auto* frame = reinterpret_cast<FrameObject*>(recomputed_frame(recomputed));
   const RecomputeContext& context = frame->context;
-  bool is_plain = !frame->forward_completed || is_as_left(frame);
+  bool is_plain = is_as_left(frame);
   is_plain = is_same_state(frame) && is_plain;
   py::object function = context.function, args, kwargs;
   if (context.region) {
