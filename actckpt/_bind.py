@@ -47,6 +47,7 @@ NAMES: dict[str, Any] = {
     "clears_saved": extensions.clears_saved,
     # Global state that reruns restore.
     "state_getters": state.GETTERS,
+    "with_details": state.with_details,
     # Default generators: the CPU's, and those that a call with these arguments may draw from.
     "cpu_generators": (torch.default_generator,),
     "generators_of": random_state.generators_of_call,

@@ -20,7 +20,6 @@ from actckpt._replay.call_sites import Site, site_of_call
 from actckpt._replay.calls import RegionOptions, run_in_region
 from actckpt._replay.choice import Choice
 from actckpt._rerun.audit import RerunAudit, audit_of
-from actckpt._rerun.packed import held_inputs
 from actckpt._rerun.region import Region
 from actckpt.policies import Policy, choice_of, selective_choice
 
@@ -98,8 +97,22 @@ def _run_common(
     has_contexts = options.context_fn is not noop_context_fn or extensions.around_regions
     if is_uncommon or has_contexts or not is_of_module(function):
         return NotImplemented
-    check_metadata = options.determinism_check == "default"
-    return _C.run_common(function, args, options.early_stop, options.preserve_rng_state, check_metadata, audit)
+    return _run_in(None, function, args, kwargs, options, audit)
+
+
+def _run_in(
+    region: Region | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: CheckpointOptions,
+    audit: RerunAudit | Literal[False] | None,
+) -> Any:
+    forward = function if region is None else region.forward_of(function)
+    early_stop, check_metadata = options.early_stop, options.determinism_check == "default"
+    return _C.run(
+        region, function, forward, args, kwargs, early_stop, options.preserve_rng_state, check_metadata, audit
+    )
 
 
 #: For use between two compiled graphs, where the compiler would trace it and must not.
@@ -156,7 +169,7 @@ def _run(
     audit: RerunAudit | Literal[False] | None,
 ) -> Any:
     """Run the function in a region without a policy."""
-    preserve_rng_state, contexts = options.preserve_rng_state, None
+    contexts = None
     if options.context_fn is not noop_context_fn and not options.debug:
         contexts = options.make_contexts()
         selective = selective_choice(contexts[0])
@@ -164,22 +177,19 @@ def _run(
             site = site_of_call(function, args, kwargs)
             if not site.is_rerun:
                 return _replayed(selective, site, function, args, kwargs, options, RegionOptions(figures=figures))
-            contexts, preserve_rng_state = None, True
+            contexts, options = None, options._replace(preserve_rng_state=True)
     if options.offload_inputs:
         keep_in_place(function)
         input_hooks = Session("auto", DEFAULT_MIN_BYTES).hooks
-    inputs = held_inputs(function, args, kwargs, input_hooks, random_state.known_trackers(options.rng_trackers))
-    region = Region(inputs)
-    if preserve_rng_state:
-        if devices.is_capturing():
-            raise random_state.capturing_error(inputs.name)
-        region.random = random_state.RandomState(inputs.devices, inputs.generators, options.rng_trackers)
+    if options.preserve_rng_state and devices.is_capturing():
+        raise random_state.capturing_error(messages.name_of(function))
+    call = (function, args, kwargs)
+    region = Region(call, input_hooks, options.rng_trackers, restores_random=options.preserve_rng_state)
     if options.debug:
         _trace(region, options.context_fn)
     elif contexts is not None:
         region.forward_context, region.rerun_context = contexts
-    check_metadata = options.determinism_check == "default"
-    return region.run(function, args, kwargs, early_stop=options.early_stop, check_metadata=check_metadata, audit=audit)
+    return _run_in(region, function, args, kwargs, options, audit)
 
 
 def _trace(region: Region, context_fn: ContextFn) -> None:

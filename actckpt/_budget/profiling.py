@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +49,7 @@ from actckpt._budget.rng_usage import RngUsage
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
 from actckpt._core import modes
 from actckpt._core.storages import storages_of, tensors_in
-from actckpt._rerun.packed import held_inputs
+from actckpt._rerun.held_call import ProfiledCall
 from actckpt._text.places import Place
 from actckpt.action import Action
 from actckpt.errors import BlocksError
@@ -139,7 +138,7 @@ class Profiler:
         kwargs: dict[str, Any],
     ) -> tuple[Any, Callable[[], ProfiledBlock | None]]:
         """Call a block; return its result, and a function that returns its costs."""
-        inputs = held_inputs(forward, args, kwargs, None)
+        inputs = ProfiledCall(forward, args, kwargs)
         before, rng_used, argument = attributes_of(block), RngUsage(), first_tensor((args, kwargs))
         run = run_compiled if is_compiled(block) else run_recorded
         with self._step():
@@ -164,7 +163,7 @@ class Profiler:
         name, block, recorded = call.name, call.block, call.structure.values()
         places = {value.name: _without(value.name, name) for value in recorded}
         values = tuple(_renamed(value, places) for value in recorded)
-        as_found, key = functools.partial(inputs.as_found, checks=False), _structure_key(block, without_sizes(values))
+        as_found, key = inputs.as_found, _structure_key(block, without_sizes(values))
         call = call.in_stack(result, as_found, self._in_stack, key)
         if not any(tensor.requires_grad for tensor in tensors_in(result)):  # frozen, and its input needs no gradient
             values = (dataclasses.replace(values[0], nbytes=0.0), *values[1:])
@@ -226,7 +225,7 @@ def _note_held(call: BlockCall, result: Any, inputs: Any) -> None:
     """Record which dropped values are held by something other than the recorder."""
     alive = call.structure.note_alive(result)
     if alive:
-        with inputs.as_found(checks=False), _explained(call.name):
+        with inputs.as_found(), _explained(call.name):
             alive = _held_elsewhere(call)
     call.structure.note_held(alive)
 

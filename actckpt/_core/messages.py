@@ -247,7 +247,7 @@ def traced(error: BaseException, trace: Trace) -> BaseException:
 
 
 def _name(frame: "_C.Frame") -> str:
-    return frame.region.inputs.name if frame.region is not None else name_of(frame.function)
+    return name_of(frame.function)
 
 
 def _op(line: str) -> str:

@@ -41,7 +41,6 @@ from actckpt._core.extensions import Tracker
 from actckpt.errors import ActckptError
 
 __all__ = [
-    "RandomState",
     "TrackerState",
     "numpy_random",
     "python_random",
@@ -107,32 +106,9 @@ def known_trackers(get_trackers: Sequence[GetTracker]) -> list[Tracker]:
     return list({id(tracker): tracker for tracker in trackers if tracker is not None}.values())
 
 
-def tracker_states() -> "list[TrackerState]":
-    """Return the states of all registered trackers."""
-    return [TrackerState(tracker) for tracker in known_trackers(())]
-
-
-class RandomState:
-    """Random state at the start of one region's forward. See NOTE [ Random state ]."""
-
-    __slots__ = ("_generators", "_trackers", "outer_swap")
-
-    def __init__(
-        self,
-        of_inputs: Sequence[torch.device],
-        generators: Sequence[torch.Generator],
-        trackers: Sequence[GetTracker],
-    ) -> None:
-        self._generators = _C.capture_generators_of_rerun((*generators_of_region(of_inputs), *generators))
-        self._trackers = [TrackerState(tracker) for tracker in known_trackers(trackers)]
-        #: The swap during whose rerun the region is made (Rule 4).
-        self.outer_swap = _C.current_swap()
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Run the body with the state of the forward, then restore the current one."""
-        with swapped_in(self._generators, self._trackers):
-            yield
+def tracker_states(get_trackers: Sequence[GetTracker] = ()) -> "list[TrackerState]":
+    """Return the states of all registered trackers, and of those that these callables return."""
+    return [TrackerState(tracker) for tracker in known_trackers(get_trackers)]
 
 
 def capture(generators: tuple[Generator, ...]) -> "_C.GeneratorStates":

@@ -14,13 +14,13 @@ import torch
 from actckpt import _C
 from actckpt._core import devices, modes, numerics, torch_private
 
-__all__ = ["GlobalState", "capture", "restored", "without_autocast"]
+__all__ = ["GlobalState", "capture", "restored", "with_details", "without_autocast"]
 
 GlobalState = tuple[Any, ...]
 
 
-#: Getters that C++ calls at every region (csrc/rerun/region.cpp). If one of the first two returns something, `capture`
-#: adds details.
+#: Getters that C++ calls at every region (csrc/rerun/region.cpp). If one of the first two returns something, it calls
+#: `with_details`.
 GETTERS: tuple[Callable[[], Any], ...] = (
     torch_private.any_autocast_enabled,
     torch_private.num_function_modes,
@@ -32,10 +32,12 @@ GETTERS: tuple[Callable[[], Any], ...] = (
 
 def capture() -> GlobalState:
     """Return the global state that reruns restore, as a comparable tuple."""
-    quick = _C.capture_state()
-    if quick[0] or quick[1]:
-        return (*quick, _autocast_state() if quick[0] else None, torch_private.function_modes())
-    return quick
+    return _C.capture_state()
+
+
+def with_details(found: GlobalState) -> GlobalState:
+    """Return what the getters returned, with the settings of autocast and the function modes; called from C++."""
+    return (*found, _autocast_state() if found[0] else None, torch_private.function_modes())
 
 
 @contextmanager

@@ -34,18 +34,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import memory_of, storage_of
 from actckpt._core import messages
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.tensor_changes import version_of
 
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-#: timm classes that do the same, by name: timm need not be installed.
-_TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
 
 # Flags of a module: called in training, called in evaluation, changes its buffers, changes them without a version
 # change.
@@ -78,7 +76,7 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
+        self.is_statistics = module.training and type(module) in _BATCH_NORMS and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
         self.versions = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
@@ -237,10 +235,6 @@ def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
     return Buffers(modules)
 
 
-def _is_batch_norm(kind: type) -> bool:
-    return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
-
-
 def _batches(module: torch.nn.Module) -> tuple[int, int] | None:
     """Return the batch counter of a BatchNorm and the counter's version; None if it has none."""
     count = module._buffers.get("num_batches_tracked")
@@ -269,7 +263,7 @@ def _call_watched(new: list[_Noted], function: Callable[..., Any], *args: Any, *
 _NOWHERE: tuple[Any, None, str] = (None, None, "")
 
 
-class _FirstWrites(TorchDispatchMode):
+class _FirstWrites(ObservingMode):
     """Copies the buffers of a module before the first operator that writes to one (Rule 2)."""
 
     supports_higher_order_operators = True
@@ -279,10 +273,6 @@ class _FirstWrites(TorchDispatchMode):
         places = [(noted, name) for noted in modules for name in noted.found]
         storages = [storage_of(noted.found[name]) for noted, name in places]
         self._places = {id(s): (s, *place) for s, place in zip(storages, places, strict=True) if s is not None}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -28,8 +28,8 @@ under Rule 5. If it gets the object itself, or if a parameter is one, it is comp
 
 import dataclasses
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -41,12 +41,10 @@ from actckpt._core import messages
 from actckpt._core.functions import assigned_variables, contents_of
 from actckpt._core.reachable import Contents, Reached, is_container, reachable
 from actckpt._core.tensor_changes import Watched
-from actckpt._rerun.buffers import Buffers, Stale
-from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.buffers import Stale
 
 __all__ = [
     "Inputs",
-    "Originals",
     "Restored",
     "Survey",
 ]
@@ -87,15 +85,21 @@ def _of(kind: type, found: list[Reached]) -> list[Reached]:
     return [reached for reached in found if issubclass(type(reached.value), kind)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Restored:
     """The inputs of one rerun."""
 
-    call: Call
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     #: The tensors among them.
     tensors: Sequence[Tensor] = ()
     #: Cells and the values that they hold when the rerun begins (Rule 2).
     cells: Sequence[tuple[types.CellType, Any]] = ()
+    #: Tensors of objects that were changed since, which the rerun must not read (Rule 3).
+    stale: Sequence[Stale] = ()
+    #: Whether the function can be called as it is (csrc/rerun/region.cpp).
+    is_plain: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -105,13 +109,16 @@ class _WatchedInput:
     watched: Watched
 
 
-class Originals:
-    """The function and arguments themselves, watched for changes (Rules 1 to 3)."""
+class Inputs:
+    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
 
     def __init__(self, call: Call, survey: Survey) -> None:
+        self.devices, self.generators, self.modules = survey.devices, survey.generators, survey.modules
         self._call = call
+        self._argument_ids = set(map(id, call[1])) | set(map(id, call[2].values()))
         self._tensors = [_WatchedInput(place, is_global, Watched(t)) for place, t, is_global in survey.tensors]
-        self.argument_ids = set(map(id, call[1])) | set(map(id, call[2].values()))
+        self._outside = [(place, Watched(tensor)) for place, tensor in survey.outside]
+        self._contents = Contents(survey.containers)
         cells = {id(cell): cell for function in survey.functions for cell in function.__closure__ or ()}
         self._cells = [(cell, contents_of(cell)) for cell in cells.values()]
         self._rebound: list[tuple[types.CellType, Any]] = []
@@ -123,19 +130,32 @@ class Originals:
             if name in assigned_variables(function.__code__)
         }
 
-    def forward_done(self, kept: dict[int, Tensor]) -> None:
-        """Record what the forward itself rebound, or changed in a global tensor.
+    @property
+    def has_containers(self) -> bool:
+        """Whether reruns put back what containers held (Rule 2)."""
+        return not self._contents.is_empty
 
-        Args:
-            kept: replacements of the tensors that the forward displaced, by id.
-        """
+    def forward_done(self) -> None:
+        """Record what the forward itself rebound, or changed in containers or a global tensor."""
+        aliases: dict[int, Tensor] = {}  # of the tensors that the forward displaced, by id
+
+        def without_graph(value: Any) -> Any:
+            if id(value) in self._argument_ids or not isinstance(value, Tensor):
+                return value
+            alias = _C.without_graph(value)
+            return value if alias is value else aliases.setdefault(id(value), alias)
+
+        self._contents.replace_displaced(without_graph)
         rebound = [(cell, value) for cell, value in self._cells if contents_of(cell) is not value]
-        kept = kept | {id(value): _C.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
+        kept = aliases | {id(value): _C.without_graph(value) for _, value in rebound if isinstance(value, Tensor)}
         self._rebound = [(cell, kept.get(id(value), value)) for cell, value in rebound]
         self._cells = [(cell, value) for cell, value in self._cells if contents_of(cell) is value]
         self._tensors = [item for item in self._tensors if not item.is_global or not item.watched.is_changed()]
         for item in self._tensors if kept else ():
             item.watched.hold_instead(kept.get(id(item.watched.tensor), item.watched.tensor))
+        for _, watched in self._outside:  # the forward may have displaced it
+            if (alias := _C.without_graph(watched.tensor)) is not watched.tensor:
+                watched.hold_instead(alias)
 
     def restore(self) -> Restored:
         """Return the inputs of one rerun.
@@ -156,11 +176,17 @@ class Originals:
             call = _Rebinding(rebound).call(call)
         unchanged = [(cell, value) for cell, value in self._cells if id(cell) not in rebound]
         put_back = [(cell, value) for cell, value in unchanged if id(cell) in self._assigned_ids]
-        return Restored(call, self.tensors, [*self._rebound, *put_back])
+        changed = [it for it in self._outside if it[1].is_changed() or it[1].has_other_memory()]
+        stale = [Stale(watched.tensor, watched.version, place, _ADVICE) for place, watched in changed]
+        return Restored(*call, self.tensors, [*self._rebound, *put_back], stale)
+
+    def with_containers(self) -> AbstractContextManager[None]:
+        """Run the body, of a rerun, with containers as the forward found them."""
+        return self._contents.restored()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among function and arguments."""
+        """The tensors among function and arguments that are held as they are."""
         return [item.watched.tensor for item in self._tensors]
 
 
@@ -228,91 +254,6 @@ class _Rebinding:
         return any(
             id(cell) in self._contents or self._reaches(contents_of(cell), seen) for cell in value.__closure__ or ()
         )
-
-
-class Inputs:
-    """The function and arguments of one region, held for reruns. See NOTE [ Inputs of a region ]."""
-
-    __slots__ = ("_buffers", "_contents", "_held", "_outside", "devices", "generators", "name", "parameters")
-
-    def __init__(self, held: Any, survey: Survey, function: Callable[..., Any]) -> None:
-        self._held = held
-        self._contents = Contents(survey.containers)
-        self._outside = [(place, Watched(tensor)) for place, tensor in survey.outside]
-        #: The function's name, for error messages.
-        self.name = messages.name_of(function)
-        self.devices = survey.devices
-        self.parameters = _C.Parameters(function, survey.modules)
-        #: `torch.Generator`s among the inputs and in module attributes, without repeats.
-        self.generators = list(dict.fromkeys([*survey.generators, *self.parameters.generators]))
-        buffered = self.parameters.buffered
-        self._buffers = Buffers(buffered) if buffered else None
-
-    @property
-    def is_swapped(self) -> bool:
-        """Whether reruns temporarily change what others see (Rule 2)."""
-        return self._buffers is not None or not self._contents.is_empty
-
-    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function to call in the forward instead of `function`."""
-        return function if self._buffers is None else self._buffers.watching(function)
-
-    def forward_done(self) -> None:
-        """Record what the forward itself rebound or changed, and the parameters after it."""
-        self.parameters.forward_done()
-        aliases: dict[int, Tensor] = {}
-        arguments = self._held.argument_ids
-
-        def without_graph(value: Any) -> Any:
-            if id(value) in arguments or not isinstance(value, Tensor):
-                return value
-            alias = _C.without_graph(value)
-            return value if alias is value else aliases.setdefault(id(value), alias)
-
-        self._contents.replace_displaced(without_graph)
-        self._held.forward_done(aliases)
-        for _, watched in self._outside:  # the forward may have displaced it
-            if (alias := _C.without_graph(watched.tensor)) is not watched.tensor:
-                watched.hold_instead(alias)
-        if self._buffers is not None:
-            self._buffers.forward_done()
-
-    def restore(self) -> Restored:
-        """Return the inputs of one rerun.
-
-        Raises:
-            InputChangedError: an input was changed after the forward.
-        """
-        restored: Restored = self._held.restore()
-        return restored
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are held directly."""
-        tensors: list[Tensor] = self._held.tensors
-        return tensors
-
-    @contextmanager
-    def as_found(self, *, checks: bool) -> Iterator[None]:
-        """Run the body, of a rerun, with containers and modules as the forward found them.
-
-        Args:
-            checks: raise if an operator reads a tensor of an object that was changed, or a buffer that could not be
-                restored.
-        """
-        changed = [it for it in self._outside if it[1].is_changed() or it[1].has_other_memory()]
-        stale = [Stale(watched.tensor, watched.version, place, _ADVICE) for place, watched in changed]
-        are_as_found = self._buffers is None or self._buffers.are_as_found()
-        if are_as_found and not stale and not self.parameters.check(False, True):
-            with self._contents.restored():
-                yield
-            return
-        with (
-            modules_as_found(self.parameters, self._buffers) as stale_buffers,
-            self._contents.restored(),
-            reads_checked([*stale, *stale_buffers] if checks else [], self.name),
-        ):
-            yield
 
 
 _ADVICE = (

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from actckpt import _C
 from actckpt._C import storage_of
+from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.tensor_changes import version_of
 from actckpt._rerun.buffers import Buffers, Stale, tensors_in, written_tensors
 from actckpt.errors import InputChangedError
@@ -76,7 +76,7 @@ def reads_checked(stale: Sequence[Stale], name: str) -> Iterator[None]:
 _OVERWRITE = {torch.ops.aten.copy_.default, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar}
 
 
-class _StaleReads(TorchDispatchMode):
+class _StaleReads(ObservingMode):
     """Raises if an operator reads a tensor that changed since the forward."""
 
     supports_higher_order_operators = True
@@ -86,10 +86,6 @@ class _StaleReads(TorchDispatchMode):
         self._name = name
         self._stale = {id(storage): (storage, one) for one in stale for storage in [storage_of(one.tensor)]}
         self.error: InputChangedError | None = None
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

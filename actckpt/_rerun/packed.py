@@ -20,7 +20,7 @@ from torch import Tensor
 from actckpt import _C
 from actckpt._core import messages, torch_private
 from actckpt._core.hooks import get_all_leaves
-from actckpt._rerun.inputs import Call, Inputs, Originals, Restored, Survey
+from actckpt._rerun.inputs import Call, Inputs, Restored, Survey
 
 __all__ = ["held_inputs"]
 
@@ -71,13 +71,12 @@ class _HeldTuple:
         self.parts = parts
 
 
-class Packed:
+class Packed(Inputs):
     """See NOTE [ Packed inputs ]."""
 
     def __init__(self, call: Call, survey: Survey, hooks: torch_private.Hooks, excluded: Sequence[Any] = ()) -> None:
         function, args, kwargs = call
         packing = _Packing(hooks, args)
-        self.argument_ids = set(map(id, args)) | set(map(id, kwargs.values()))
         held_args = tuple([packing.hold(value) for value in args])
         held_kwargs = {name: packing.hold(value) for name, value in kwargs.items()}
         others = tuple(map(packing.without_packed, args))
@@ -86,31 +85,20 @@ class Packed:
         shared = [storage for storage in packing.storages.values() if len(storage.members) > 1]
         #: By id() of the packed tensor.
         self._shared = {id(held): storage for storage in shared for held, *_ in storage.members}
-        self._originals = Originals((function, held_args, held_kwargs), survey)
-
-    def forward_done(self, kept: dict[int, Tensor]) -> None:
-        """As `Originals.forward_done`."""
-        self._originals.forward_done(kept)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors that are held as they are."""
-        return self._originals.tensors
+        super().__init__((function, held_args, held_kwargs), survey)
+        self._argument_ids = set(map(id, args)) | set(map(id, kwargs.values()))
 
     def restore(self) -> Restored:
-        """As `Originals.restore`."""
-        restored = self._originals.restore()
-        function, args, kwargs = restored.call
-        unpacking = _Unpacking(self._shared)
+        """As `Inputs.restore`."""
+        restored = super().restore()
+        unpacking, packed = _Unpacking(self._shared), restored.args
         try:
-            call = (
-                function,
-                tuple([unpacking.restore(value) for value in args]),
-                {name: unpacking.restore(value) for name, value in kwargs.items()},
-            )
+            restored.args = tuple([unpacking.restore(value) for value in packed])
+            restored.kwargs = {name: unpacking.restore(value) for name, value in restored.kwargs.items()}
         except messages.HeldTensorChanged as changed:
-            raise messages.changed_error(changed, args) from None
-        return Restored(call, [*restored.tensors, *unpacking.tensors], restored.cells)
+            raise messages.changed_error(changed, packed) from None
+        restored.tensors = [*restored.tensors, *unpacking.tensors]
+        return restored
 
 
 class _Packing:
@@ -213,4 +201,4 @@ def held_inputs(
     call = (function, args, kwargs)
     outer = torch_private.outer_hooks() or hooks
     survey = Survey(call, excluded)
-    return Inputs(Originals(call, survey) if outer is None else Packed(call, survey, outer, excluded), survey, function)
+    return Inputs(call, survey) if outer is None else Packed(call, survey, outer, excluded)

@@ -20,74 +20,68 @@ the other way round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import CellType
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
 from actckpt import _C
-from actckpt._core import extensions, messages, pressure, random_state, state
+from actckpt._core import extensions, messages, pressure, random_state, state, torch_private
 from actckpt._core.functions import EMPTY_CELL, contents_of
-from actckpt._rerun.audit import RerunAudit
-from actckpt._rerun.inputs import Inputs
+from actckpt._rerun.buffers import Stale
+from actckpt._rerun.inputs import Call, Restored
 from actckpt._rerun.module_state import modules_as_found, reads_checked
+from actckpt._rerun.packed import held_inputs
 from actckpt.errors import ActckptError
 
 __all__ = ["Region", "failure", "mismatch_error", "rerun_in_python"]
 
 
 class Region:
-    """The state that reruns need of a region that C++ does not run on its own (csrc/rerun/region.h)."""
+    """What reruns need that C++ does not hold: other inputs than plain arguments of a module, trackers and contexts.
 
-    __slots__ = (
-        "carried",
-        "forward_context",
-        "inputs",
-        "random",
-        "rerun_context",
-        "restored",
-        "state",
-        "trace",
-    )
+    C++ (csrc/rerun/region.h) reads `generators`, `modules` and `is_swapped`, and calls `forward_done` and `restore`.
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs = inputs
-        self.state = state.capture()
-        #: None: reruns do not restore random state.
-        self.random: random_state.RandomState | None = None
+    Args:
+        call: function, positional and keyword arguments.
+        hooks: (pack, unpack) for tensors of the call where no hooks are active outside; None: they are held directly.
+        get_trackers: return random state trackers, besides those of extensions.
+        restores_random: whether reruns restore the states of trackers.
+    """
+
+    __slots__ = ("carried", "forward_context", "generators", "inputs", "modules", "rerun_context", "trace", "trackers")
+
+    def __init__(
+        self,
+        call: Call,
+        hooks: torch_private.Hooks | None,
+        get_trackers: Sequence[random_state.GetTracker],
+        *,
+        restores_random: bool,
+    ) -> None:
+        self.inputs = inputs = held_inputs(*call, hooks, random_state.known_trackers(get_trackers))
+        self.modules = inputs.modules
+        self.generators = (*random_state.generators_of_region(inputs.devices), *inputs.generators)
+        self.trackers = random_state.tracker_states(get_trackers) if restores_random else []
         #: State that extensions carry from the forward into reruns.
         self.carried = extensions.capture()
         #: The contexts of `context_fn`.
         self.forward_context: AbstractContextManager[Any] | None = None
         self.rerun_context: AbstractContextManager[Any] | None = None
-        #: Inputs of the current rerun.
-        self.restored: Sequence[Any] = ()
         #: Operators of forward and rerun, for `debug=True`.
         self.trace: messages.Trace | None = None
 
-    def run(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        early_stop: bool,
-        check_metadata: bool,
-        audit: RerunAudit | Literal[False] | None = None,
-    ) -> Any:
-        """Run the forward: saved tensors become slots, which hold no data."""
-        if self.forward_context is not None or self.carried is not None:
-            function = partial(self._run_in_contexts, function)
-        function = self.inputs.watching(function)
-        if self.random is not None:
-            swap = self.random.outer_swap
-        else:
-            swap = _C.current_swap() if self.inputs.is_swapped else -1
-        result = _C.run(self, function, args, kwargs, early_stop, check_metadata, swap, audit)
-        self.inputs.forward_done()
-        return result
+    @property
+    def is_swapped(self) -> bool:
+        """Whether reruns change containers."""
+        return self.inputs.has_containers
+
+    def forward_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what the forward calls: the function, in its contexts."""
+        has_contexts = self.forward_context is not None or self.carried is not None
+        return partial(self._run_in_contexts, function) if has_contexts else function
 
     def _run_in_contexts(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with (
@@ -97,36 +91,33 @@ class Region:
             return function(*args, **kwargs)
         raise RuntimeError(
             f"The forward context of context_fn suppressed an exception that "
-            f"{self.inputs.name} raised; there is no result to return. Let the context "
+            f"{messages.name_of(function)} raised; there is no result to return. Let the context "
             "pass exceptions on."
         )
 
-    def rerun(self, recomputed: "_C.RecomputedValues") -> None:
-        """Call the function under the state of its forward, until all needed values are restored."""
+    def forward_done(self) -> None:
+        """Record what the forward changed in the inputs."""
+        self.inputs.forward_done()
+
+    def restore(self) -> Restored:
+        """Return the inputs of one rerun."""
+        restored = self.inputs.restore()
+        has_contexts = bool(self.trackers) or self.carried is not None or self.rerun_context is not None
+        restored.is_plain = not (has_contexts or self.is_swapped or restored.cells or restored.stale)
+        return restored
+
+    @contextmanager
+    def around_rerun(self, recomputed: "_C.RecomputedValues") -> Iterator[None]:
+        """Run the body, of a rerun, in the region's contexts, with containers and closures as before the forward."""
         if self.carried is not None and not self.carried.allows_early_stop():
             recomputed.run_to_the_end()
-        is_checked = recomputed.frame.metadata_is_checked
-        if is_checked:
-            self.inputs.parameters.check(may_be_replaced=True)
-        restored = self.inputs.restore()
-        function, args, kwargs = restored.call
-        self.restored = restored.tensors
-        try:
-            with (
-                self.random.swapped_in() if self.random is not None else nullcontext(),
-                state.restored(self.state, state.capture()),
-                self.carried.rerun() if self.carried is not None else nullcontext(),
-                self.rerun_context or nullcontext(),
-                _filled(restored.cells),
-                self.inputs.as_found(checks=is_checked),
-            ):
-                _C.rerun(recomputed, function, args, kwargs)
-                if recomputed.has_failed:
-                    raise _Failed
-        except _Failed:
-            pass  # C++ raises the error
-        finally:
-            self.restored = ()
+        with (
+            self.carried.rerun() if self.carried is not None else nullcontext(),
+            self.rerun_context or nullcontext(),
+            _filled(recomputed.restored.cells),
+            self.inputs.with_containers(),
+        ):
+            yield
 
 
 @contextmanager
@@ -152,29 +143,40 @@ class _Failed(BaseException):
     """Ends a rerun whose mismatch user code has caught, so that contexts see a failure."""
 
 
-def rerun_in_python(recomputed: "_C.RecomputedValues") -> None:
-    """Rerun a region; called from C++ if it cannot do that itself."""
+def rerun_in_python(
+    recomputed: "_C.RecomputedValues",
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+) -> None:
+    """Call the function of a region under the state of its forward; called from C++ if that needs Python."""
     frame = recomputed.frame
-    if frame.region is not None:
-        frame.region.rerun(recomputed)
-        return
-    # C++ ran its forward, but it draws random numbers, or global state or its modules differ now.
-    args = _C.restore_inputs(frame.args)
-    with (
-        random_state.swapped_in(frame.random) if frame.random is not None else nullcontext(),
-        state.restored(frame.state, state.capture()),
-        modules_as_found(frame.parameters, frame.buffers) as stale,
-        reads_checked(stale if frame.metadata_is_checked else [], messages.name_of(frame.function)),
-    ):
-        _C.rerun(recomputed, frame.function, args, {})
+    region: Region | None = frame.region
+    stale: list[Stale] = []
+    try:
+        with ExitStack() as stack:
+            if frame.random is not None:
+                trackers = region.trackers if region is not None else ()
+                stack.enter_context(random_state.swapped_in(frame.random, trackers))
+            stack.enter_context(state.restored(frame.state, state.capture()))
+            stale += stack.enter_context(modules_as_found(frame.parameters, frame.buffers))
+            if region is not None:
+                stack.enter_context(region.around_rerun(recomputed))
+                stale += recomputed.restored.stale
+            is_checked = frame.metadata_is_checked
+            stack.enter_context(reads_checked(stale if is_checked else [], messages.name_of(frame.function)))
+            _C.rerun(recomputed, function, args, kwargs or {})
+            if recomputed.has_failed:
+                raise _Failed
+    except _Failed:
+        pass  # C++ raises the error
 
 
 def mismatch_error(recomputed: "_C.RecomputedValues", index: int, tensor: Tensor, problem: str) -> ActckptError | None:
     """Return the error for a mismatch that the pack hook found, None if it is harmless (Rule 5)."""
     if problem == "version":
         base = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        region = recomputed.frame.region
-        restored = region.restored if region is not None else ()
+        restored = recomputed.restored.tensors if recomputed.restored is not None else ()
         if not (base.is_leaf and base.requires_grad) or any(base is known for known in restored):
             return None
     return messages.mismatch(recomputed, index, tensor, problem)

@@ -14,6 +14,7 @@ namespace actckpt {
   X(another_version_alias, "another_version_alias") \
   X(are_as_found, "are_as_found") \
   X(ask_policy, "ask_policy") \
+  X(args, "args") \
   X(as_strided, "as_strided") \
   X(asks_calls, "asks_calls") \
   X(begin_rerun, "begin_rerun") \
@@ -44,6 +45,8 @@ namespace actckpt {
   X(for_value, "for_value") \
   X(forward_done, "forward_done") \
   X(found, "found") \
+  X(function, "function") \
+  X(generators, "generators") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
   X(is_away, "is_away") \
@@ -54,7 +57,9 @@ namespace actckpt {
   X(is_plain, "is_plain") \
   X(is_plain_if_kept, "is_plain_if_kept") \
   X(is_recorded, "is_recorded") \
+  X(is_swapped, "is_swapped") \
   X(is_view, "is_view") \
+  X(kwargs, "kwargs") \
   X(leave_out_audit, "leave_out_audit") \
   X(locals, "f_locals") \
   X(makes_one, "makes_one") \
@@ -73,8 +78,10 @@ namespace actckpt {
   X(parameters, "_parameters") \
   X(prefetch, "prefetch") \
   X(put, "put") \
+  X(reached_modules, "modules") \
   X(release, "release") \
   X(requires_grad_, "requires_grad_") \
+  X(restore, "restore") \
   X(routed_by, "routed_by") \
   X(saved_again, "saved_again") \
   X(self_name, "self") \
@@ -128,7 +135,8 @@ namespace actckpt {
   X(queue_callback) \
   X(is_capturing) \
   X(generators_of) \
-  X(rerun_in_python) \
+  X(with_details)    /* (results of the state getters) -> the same with details */ \
+  X(rerun_in_python) /* (recomputed, function, args, kwargs or None) */ \
   X(note_buffers) \
   X(may_run_again) /* (error, operations before a rerun): whether the failed work runs once more */ \
   X(release_caches) \

@@ -173,11 +173,11 @@ PyGetSetDef frame_getset[] = {
     {"metadata_is_checked", frame_metadata_is_checked, nullptr, "determinism_check.", nullptr},
     {"may_audit", frame_may_audit, nullptr, "Whether a rerun gets the bytes of the forward's inputs.", nullptr},
     {"function", frame_function, nullptr, "The region's function.", nullptr},
-    {"args", frame_args, nullptr, "Held positional arguments, or None.", nullptr},
+    {"args", frame_args, nullptr, "Held positional arguments; None: the region holds them.", nullptr},
     {"region", frame_region, nullptr, "Python's Region, or None.", nullptr},
     {"buffers", frame_buffers, nullptr, "Buffers of the function's modules, or None.", nullptr},
-    {"parameters", frame_parameters, nullptr, "Parameters of the function, or None.", nullptr},
-    {"state", frame_state, nullptr, "Global state of the forward, or None.", nullptr},
+    {"parameters", frame_parameters, nullptr, "Parameters of the function.", nullptr},
+    {"state", frame_state, nullptr, "Global state of the forward.", nullptr},
     {"random", frame_random, nullptr, "GeneratorStates that reruns swap in, or None.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

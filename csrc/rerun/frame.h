@@ -63,16 +63,16 @@ struct Saved {
 struct RecomputeContext {
   py::object function;
   py::object args;                         // the argument of held.h's `restore_arguments`; null if `region` is set
-  py::object state;                        // global state of the forward, a tuple; null if `region` is set
+  py::object region;                       // Python's Region, which holds other inputs and adds contexts; else null
+  py::object state;                        // global state of the forward, a tuple
   py::object random;                       // GeneratorStates of the forward; null: random state is not restored
-  py::object region;                       // Python's Region, for what the other fields cannot express; else null
   py::object lock;                         // threading.RLock: one rerun at a time
-  std::shared_ptr<Parameters> parameters;  // of the function; null if `region` is set
-  py::object buffers;                      // Python's Buffers of the function; null if it has none or `region` is set
+  std::shared_ptr<Parameters> parameters;  // of the function
+  py::object buffers;                      // Python's Buffers of the function's modules; null if these have none
   py::object audit;                        // Python's RerunAudit; null: this call is not audited
   bool may_audit = true;                   // false: hooks of others may give other bytes back for its inputs
-  // Reruns restore random state, under the swap lock. The swap during whose rerun the region was made, 0: none; -1:
-  // random state is not restored.
+  // Reruns change what others see (random state, buffers, containers) under the swap lock. The swap during whose rerun
+  // the region was made, 0: none; -1: reruns change nothing.
   long long outer_swap = -1;
   bool early_stop = true;
 };

@@ -1,5 +1,6 @@
 #include "rerun/parameters.h"
 
+#include <algorithm>
 #include <memory>
 #include <utility>
 
@@ -67,6 +68,27 @@ bool has_replaced(PyObject* found, PyObject* value) {
   return value == Py_None ? is_plain_tensor(found) : is_module(value) && is_module(found);
 }
 
+// Maximum number of elements examined in a list, tuple or dict attribute.
+constexpr Py_ssize_t kMostLookedAt = 64;
+
+bool is_generator(PyObject* value) {
+  PyTypeObject* type = Py_TYPE(value);
+  if (reinterpret_cast<PyObject*>(type) == names().generator_type) return true;
+  // Types not made by a class statement are no subclasses of torch's; checking that takes time.
+  return PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) != 0 && is_of_type(value, names().generator_type);
+}
+
+// Whether a key is one of the attributes that every module has, which are no generators.
+bool is_of_every_module(PyObject* key) noexcept {
+  return key == names().parameters || key == names().modules || key == names().buffers ||
+         key == names().is_full_backward_hook;
+}
+
+void append(py::object* list, PyObject* item) {
+  if (!*list) *list = py::list();
+  if (PyList_Append(list->ptr(), item) < 0) throw py::error_already_set();
+}
+
 // Capacity reserved at once: most regions have no more modules and parameters.
 constexpr std::size_t kFew = 8;
 
@@ -108,10 +130,10 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       if (counts(value)) sum_ += version_of(value);
     }
   }
-  if (!notes) generators_.note(attributes);
-  if (!notes && entries_of(attributes, names().buffers)) {
-    if (!buffered_) buffered_ = py::list();
-    if (PyList_Append(buffered_.ptr(), module) < 0) throw py::error_already_set();
+  if (!notes) {
+    note_mode(attributes);
+    note_generators(attributes.ptr());
+    if (entries_of(attributes, names().buffers)) append(&buffered_, module);
   }
   position = 0;
   if (const py::object modules = entries_of(attributes, names().modules)) {
@@ -122,6 +144,45 @@ void Parameters::walk(PyObject* module, bool is_strict, bool notes) {
       walk(child.ptr(), is_strict, notes);
     }
   }
+}
+
+void Parameters::note_mode(const py::object& attributes) {
+  py::object mode = item_of(attributes.ptr(), names().training);
+  if (mode) modes_.push_back({attributes, std::move(mode)});
+}
+
+void Parameters::add_generator(PyObject* value) {
+  if (!is_generator(value)) return;
+  for (Py_ssize_t i = 0; generators_ && i < PyList_GET_SIZE(generators_.ptr()); ++i) {
+    if (PyList_GET_ITEM(generators_.ptr(), i) == value) return;
+  }
+  append(&generators_, value);
+}
+
+void Parameters::note_generators(PyObject* attributes) {
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(attributes, &position, &key, &value) != 0) {
+    if (is_of_every_module(key)) continue;
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+      const Py_ssize_t size = std::min(PySequence_Fast_GET_SIZE(value), kMostLookedAt);
+      for (Py_ssize_t i = 0; i < size; ++i) add_generator(PySequence_Fast_GET_ITEM(value, i));
+    } else if (PyDict_CheckExact(value)) {
+      PyObject *inner_key, *item;
+      Py_ssize_t place = 0;
+      for (Py_ssize_t i = 0; i < kMostLookedAt && PyDict_Next(value, &place, &inner_key, &item) != 0; ++i) {
+        add_generator(item);
+      }
+    } else {
+      add_generator(value);
+    }
+  }
+}
+
+bool Parameters::is_mode_switched() const {
+  return std::any_of(modes_.begin(), modes_.end(), [](const Mode& mode) {
+    return item_of(mode.attributes.ptr(), names().training).ptr() != mode.value.ptr();
+  });
 }
 
 void Parameters::note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict) {
@@ -181,7 +242,7 @@ bool Parameters::check(bool checks_versions, bool may_be_replaced) const {
     if (version == entry.version && (!entry.copy || has_same_bytes(entry.copy, parameter))) return;
     raise_changed(parameter, entry.version, version);
   });
-  return is_replaced || generators_.displaced();
+  return is_replaced || is_mode_switched();
 }
 
 void Parameters::raise_changed(PyObject* parameter, long long before, long long now) const {
@@ -191,12 +252,14 @@ void Parameters::raise_changed(PyObject* parameter, long long before, long long 
 }
 
 py::object Parameters::replaced() const {
-  py::object result = generators_.displaced();
+  py::object result;
+  for (const Mode& mode : modes_) {
+    if (item_of(mode.attributes.ptr(), names().training).is(mode.value)) continue;
+    append(&result, py::make_tuple(mode.attributes, py::handle(names().training), mode.value).ptr());
+  }
   for_each_entry([&](const Group&, const Entry& entry, PyObject* dict, PyObject* found) {
     if (!has_replaced(found, entry.value.ptr())) return;
-    if (!result) result = py::list();
-    const py::tuple place = py::make_tuple(py::handle(dict), entry.key, entry.value);
-    if (PyList_Append(result.ptr(), place.ptr()) < 0) throw py::error_already_set();
+    append(&result, py::make_tuple(py::handle(dict), entry.key, entry.value).ptr());
   });
   return result;
 }

@@ -1,16 +1,15 @@
 // The parameters of modules at the end of a region's forward, and whether they are unchanged in a rerun. Also the
-// buffers and generators of these modules.
+// buffers, generators and training modes of these modules.
 //
 // A parameter that no operator saves (a bias, or a weight whose input needs no gradient) changes what a rerun computes,
-// but no saved tensor shows that. A replaced parameter or module (`functional_call`) is put back for the rerun.
+// but no saved tensor shows that. A replaced parameter or module (`functional_call`) is put back for the rerun, and so
+// is the mode: the model may have been switched to evaluation between forward and backward.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
 #include <vector>
-
-#include "rerun/module_generators.h"
 
 namespace actckpt {
 
@@ -27,23 +26,28 @@ class Parameters {
   void forward_done();
 
   // Throws if a parameter was changed in place (`checks_versions`) or, unless that is allowed, was replaced. Returns
-  // whether anything, or a generator, was replaced.
+  // whether anything was replaced, or a mode switched.
   bool check(bool checks_versions, bool may_be_replaced) const;
 
-  // Replaced entries: (dict, key, what the forward left there). For generators: what the forward found, or (dict, key)
-  // if there was none. Null if nothing was replaced.
+  // Replaced entries: (dict, key, what the forward left there; of modes, what it found). Null if nothing was replaced.
   py::object replaced() const;
 
   // Modules that had buffers before the forward; null if there are none.
   const py::object& buffered() const noexcept { return buffered_; }
 
-  // torch.Generators that modules had before the forward; null if there are none.
-  const py::object& generators() const noexcept { return generators_.all(); }
+  // torch.Generators among the attributes that modules had before the forward, also in lists, tuples and dicts, without
+  // repeats; null if there are none.
+  const py::object& generators() const noexcept { return generators_; }
 
   template <typename Visit>
   friend void for_each_reference(Parameters& parameters, const Visit& visit) {
-    for (py::object* field : {&parameters.root_, &parameters.others_, &parameters.buffered_}) visit(field->ptr());
-    for_each_reference(parameters.generators_, visit);
+    visit(parameters.root_.ptr());
+    for (py::object* field : {&parameters.others_, &parameters.buffered_, &parameters.generators_}) {
+      visit(field->ptr());
+    }
+    for (Mode& mode : parameters.modes_) {
+      for (py::object* field : {&mode.attributes, &mode.value}) visit(field->ptr());
+    }
     for (Group& group : parameters.groups_) visit(group.module.ptr());
     for (Entry& entry : parameters.entries_) {
       for (py::object* field : {&entry.key, &entry.value, &entry.copy}) visit(field->ptr());
@@ -62,6 +66,10 @@ class Parameters {
     py::object copy;    // of an inference tensor, which has no version; else null
     long long implementation;
   };
+  // The attributes of a module, and whether it was in training.
+  struct Mode {
+    py::object attributes, value;
+  };
   // The entries of one module's dict of parameters or modules.
   struct Group {
     py::object module;
@@ -71,6 +79,10 @@ class Parameters {
 
   void walk_roots(bool notes);
   void walk(PyObject* module, bool is_strict, bool notes);
+  void note_mode(const py::object& attributes);
+  void note_generators(PyObject* attributes);
+  void add_generator(PyObject* value);
+  bool is_mode_switched() const;
   void note(PyObject* module, PyObject* name, PyObject* dict, bool is_strict);
   template <typename Visit>
   void for_each_entry(const Visit& visit) const;
@@ -80,7 +92,8 @@ class Parameters {
   py::object others_;  // null: none
   bool is_root_called_ = false;
   py::object buffered_;
-  ModuleGenerators generators_;
+  py::object generators_;
+  std::vector<Mode> modes_;
   long long sum_before_ = 0;
   long long sum_ = 0;
   std::vector<Group> groups_;

@@ -14,6 +14,7 @@ namespace {
 struct RecomputedValuesObject {
   PyObject_HEAD py::object frame;  // FrameObject
   py::object error;                // the first mismatch
+  py::object restored;             // what Python's region returned as inputs of this rerun; null without one
   std::unique_ptr<Values> values;
   std::vector<long long> external_tensors;  // their versions at the start of the rerun
   std::size_t num_packed;
@@ -130,6 +131,11 @@ PyObject* recomputed_get_error(PyObject* self, void*) {
   return Py_NewRef(error ? error.ptr() : Py_None);
 }
 
+PyObject* recomputed_get_restored(PyObject* self, void*) {
+  const py::object& restored = recomputed_of(self)->restored;
+  return Py_NewRef(restored ? restored.ptr() : Py_None);
+}
+
 PyObject* recomputed_get_num_packed(PyObject* self, void*) {
   return PyLong_FromSize_t(recomputed_of(self)->num_packed);
 }
@@ -153,6 +159,7 @@ void recomputed_dealloc(PyObject* self) {
   using Versions = std::vector<long long>;
   recomputed->external_tensors.~Versions();
   recomputed->values.~OwnedValues();
+  recomputed->restored.~object();
   recomputed->error.~object();
   recomputed->frame.~object();
   PyTypeObject* type = Py_TYPE(self);
@@ -167,6 +174,7 @@ PyMethodDef recomputed_methods[] = {
 
 PyGetSetDef getset[] = {{"frame", recomputed_get_frame, nullptr, "The frame of the values.", nullptr},
                         {"error", recomputed_get_error, nullptr, "The first mismatch, or None.", nullptr},
+                        {"restored", recomputed_get_restored, nullptr, "Inputs from the region, or None.", nullptr},
                         {"has_failed", recomputed_get_has_failed, nullptr, "Whether anything does not match.", nullptr},
                         {"num_packed", recomputed_get_num_packed, nullptr, "Tensors saved by the rerun.", nullptr},
                         {"num_needed", recomputed_get_num_needed, nullptr, "Tensors the rerun has to save.", nullptr},
@@ -212,6 +220,7 @@ py::object new_recomputed(FrameObject* frame, std::size_t index, const py::objec
   if (recomputed == nullptr) throw py::error_already_set();
   new (&recomputed->frame) py::object(py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(frame)));
   new (&recomputed->error) py::object();
+  new (&recomputed->restored) py::object();
   new (&recomputed->values) std::unique_ptr<Values>(std::make_unique<Values>());
   new (&recomputed->external_tensors) std::vector<long long>();
   recomputed->values->key = key;
@@ -262,6 +271,10 @@ bool is_stop_of(PyObject* recomputed) {
 
 PyObject* recomputed_frame(const py::object& recomputed) { return recomputed_of(recomputed.ptr())->frame.ptr(); }
 
+void set_restored(const py::object& recomputed, py::object restored) {
+  recomputed_of(recomputed.ptr())->restored = std::move(restored);
+}
+
 bool recomputed_found_mismatch(const py::object& recomputed) {
   return static_cast<bool>(recomputed_of(recomputed.ptr())->error);
 }
@@ -283,6 +296,7 @@ void close_recomputed(const py::object& object) noexcept {
   recomputed->stopped = true;
   // Freed here: that can run Python.
   const py::object frame = std::move(recomputed->frame), error = std::move(recomputed->error);
+  const py::object restored = std::move(recomputed->restored);
   const std::unique_ptr<Values> values = std::move(recomputed->values);
 }
 

@@ -21,6 +21,9 @@ bool is_stop_of(PyObject* recomputed);
 // The frame of the recomputed; borrowed.
 PyObject* recomputed_frame(const py::object& recomputed);
 
+// Sets Python's inputs of this rerun, for its errors.
+void set_restored(const py::object& recomputed, py::object restored);
+
 // Whether the pack hook found a tensor that differs from the forward's.
 bool recomputed_found_mismatch(const py::object& recomputed);
 

@@ -18,8 +18,16 @@
 namespace actckpt {
 namespace {
 
+bool truth(PyObject* object) {
+  const int result = PyObject_IsTrue(object);
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
 // ------------------------------------------------------------------------------------- state
 
+// Global state, as a tuple. The first two getters return whether autocast or function modes are on: then Python adds
+// details.
 py::object capture_state() {
   PyObject* getters = names().state_getters;
   const Py_ssize_t count = PyTuple_GET_SIZE(getters);
@@ -27,17 +35,9 @@ py::object capture_state() {
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyTuple_SET_ITEM(state.ptr(), i, call(PyTuple_GET_ITEM(getters, i)).release().ptr());
   }
+  const bool has_details = truth(PyTuple_GET_ITEM(state.ptr(), 0)) || truth(PyTuple_GET_ITEM(state.ptr(), 1));
+  if (has_details) return call(names().with_details, state.ptr());
   return std::move(state);
-}
-
-// The first two getters return whether autocast or function modes are on: then Python captures more.
-bool is_complete(const py::object& state) {
-  for (Py_ssize_t i = 0; i < 2; ++i) {
-    const int set = PyObject_IsTrue(PyTuple_GET_ITEM(state.ptr(), i));
-    if (set < 0) throw py::error_already_set();
-    if (set != 0) return false;
-  }
-  return true;
 }
 
 // Whether the accelerator is in use: the fourth getter returns the current device, None until one was used.
@@ -95,7 +95,8 @@ void run_until_stopped(const py::object& recomputed, PyObject* function, PyObjec
 // ------------------------------------------------------------------------------------- rerun
 
 // Runs `function` until stopped, under the random state of the forward, then restores the current one.
-void run_with_random_state(const py::object& random, const py::object& recomputed, PyObject* function, PyObject* args) {
+void run_with_random_state(const py::object& random, const py::object& recomputed, PyObject* function, PyObject* args,
+                           PyObject* kwargs) {
   const py::object outside = generators_now(random);
   const auto put_back = [&] {
     py::error_scope pending;
@@ -103,7 +104,7 @@ void run_with_random_state(const py::object& random, const py::object& recompute
   };
   restore_generators(random);
   try {
-    run_until_stopped(recomputed, function, args, nullptr);
+    run_until_stopped(recomputed, function, args, kwargs);
   } catch (...) {
     put_back();
     throw;
@@ -127,23 +128,38 @@ bool is_as_left(const FrameObject* frame) {
   return !frame->context.buffers || call_method(frame->context.buffers.ptr(), names().are_as_found).ptr() == Py_True;
 }
 
-// Reruns a region without Python code. Returns false, having done nothing, if that is not possible now.
-bool rerun_common(const py::object& recomputed) {
+// Whether global state is that of the forward. Inference mode saves nothing, so it was off then.
+bool is_same_state(const FrameObject* frame) {
+  const py::object state = capture_state();
+  const int same = PyObject_RichCompareBool(state.ptr(), frame->context.state.ptr(), Py_EQ);
+  if (same < 0) throw py::error_already_set();
+  return same != 0 && call(names().is_inference_mode_enabled).ptr() != Py_True;
+}
+
+// Calls the function of a region again: from Python, if anything must be put back around the call but random state.
+void call_again(const py::object& recomputed) {
   const auto* frame = reinterpret_cast<FrameObject*>(recomputed_frame(recomputed));
   const RecomputeContext& context = frame->context;
-  if (context.region) return false;
-  if (frame->forward_completed && !is_as_left(frame)) return false;
-  const py::object state = capture_state();
-  const int same = PyObject_RichCompareBool(state.ptr(), context.state.ptr(), Py_EQ);
-  if (same < 0) throw py::error_already_set();
-  if (same == 0 || call(names().is_inference_mode_enabled).ptr() == Py_True) return false;
-  const py::object args = restore_inputs(context.args.ptr());
-  if (context.random) {
-    run_with_random_state(context.random, recomputed, context.function.ptr(), args.ptr());
+  bool is_plain = is_as_left(frame);
+  is_plain = is_same_state(frame) && is_plain;
+  py::object function = context.function, args, kwargs;
+  if (context.region) {
+    const py::object restored = call_method(context.region.ptr(), names().restore);
+    function = attribute(restored.ptr(), names().function);
+    args = attribute(restored.ptr(), names().args);
+    kwargs = attribute(restored.ptr(), names().kwargs);
+    is_plain = is_plain && attribute(restored.ptr(), names().is_plain).ptr() == Py_True;
+    set_restored(recomputed, restored);
   } else {
-    run_until_stopped(recomputed, context.function.ptr(), args.ptr(), nullptr);
+    args = restore_inputs(context.args.ptr());
   }
-  return true;
+  if (!is_plain) {
+    call_with(names().rerun_in_python, recomputed.ptr(), function.ptr(), args.ptr(), kwargs ? kwargs.ptr() : Py_None);
+  } else if (context.random) {
+    run_with_random_state(context.random, recomputed, function.ptr(), args.ptr(), kwargs.ptr());
+  } else {
+    run_until_stopped(recomputed, function.ptr(), args.ptr(), kwargs.ptr());
+  }
 }
 
 // Objects made by the rerun may outlive it, and so may its pack hook, which must not own the frame then.
@@ -165,7 +181,7 @@ void rerun(FrameObject* frame, std::size_t index, const py::object& key) {
   const py::object recomputed = new_recomputed(frame, index, key);
   const ClosedAtEnd closed(recomputed);
   try {
-    if (!rerun_common(recomputed)) call(names().rerun_in_python, recomputed.ptr());
+    call_again(recomputed);
   } catch (py::error_already_set&) {
     // the pack hook's finding explains more than its consequences
     if (recomputed_found_mismatch(recomputed)) raise(call(names().failure, recomputed.ptr()));
@@ -224,12 +240,6 @@ PyObject* same(PyObject*, PyObject* tensor) { return Py_NewRef(tensor); }
 
 // ----------------------------------------------------------------------------------- forward
 
-bool truth(PyObject* object) {
-  const int result = PyObject_IsTrue(object);
-  if (result < 0) throw py::error_already_set();
-  return result != 0;
-}
-
 RecomputeContext new_context(PyObject* function, PyObject* early_stop, PyObject* audit) {
   RecomputeContext context;
   context.function = py::reinterpret_borrow<py::object>(function);
@@ -240,56 +250,66 @@ RecomputeContext new_context(PyObject* function, PyObject* early_stop, PyObject*
   return context;
 }
 
-// run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result, or NotImplemented, with
-// nothing done, if the region needs Python's Region.
-PyObject* run_common(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
-  return guarded([&]() -> PyObject* {
-    if (nargs != 6) throw py::type_error("run_common takes six arguments");
-    if (!call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
-    RecomputeContext context = new_context(args[0], args[2], args[5]);
-    context.state = capture_state();
-    bool on_device = false;
-    if (is_complete(context.state)) context.args = hold_arguments(args[1], &on_device);
-    if (!context.args) return Py_NewRef(Py_NotImplemented);
-    const auto parameters = std::make_shared<Parameters>(args[0], nullptr);
-    context.parameters = parameters;
-    if (truth(args[3])) {
-      if (is_capturing(context.state)) return Py_NewRef(Py_NotImplemented);  // which raises
-      py::object generators = on_device || has_device(context.state)
-                                  ? call(names().generators_of, args[1])
-                                  : py::reinterpret_borrow<py::object>(names().cpu_generators);
-      if (parameters->generators()) {
-        const py::object of_modules = owned(PyList_AsTuple(parameters->generators().ptr()));
-        generators = owned(PySequence_Concat(generators.ptr(), of_modules.ptr()));
-      }
-      context.random = capture_generators_of_rerun(generators.ptr());
-      context.outer_swap = 0;
-    }
-    auto function = py::reinterpret_borrow<py::object>(args[0]);
-    if (parameters->buffered()) {
-      context.buffers = call(names().note_buffers, parameters->buffered().ptr());
-      function = call_method(context.buffers.ptr(), names().watching, function.ptr());
-    }
-    const py::object buffers = context.buffers;
-    const py::object frame = new_frame(std::move(context), truth(args[4]));
-    PyObject* result = run_forward(frame, function.ptr(), args[1], nullptr);
-    if (result == nullptr) return nullptr;
-    const auto owner = py::reinterpret_steal<py::object>(result);
-    parameters->forward_done();
-    if (buffers) call_method(buffers.ptr(), names().forward_done);
-    return Py_NewRef(owner.ptr());
-  });
+// The generators that the function may draw from.
+py::object generators_of(const RecomputeContext& context, PyObject* args, bool on_device) {
+  py::object generators;
+  if (context.region) {
+    generators = attribute(context.region.ptr(), names().generators);
+  } else if (on_device || has_device(context.state)) {
+    generators = call(names().generators_of, args);
+  } else {
+    generators = py::reinterpret_borrow<py::object>(names().cpu_generators);
+  }
+  if (!context.parameters->generators()) return generators;
+  const py::object of_modules = owned(PyList_AsTuple(context.parameters->generators().ptr()));
+  return owned(PySequence_Concat(generators.ptr(), of_modules.ptr()));
 }
 
-// run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result
+// Completes the context; returns what the forward calls.
+py::object prepare(RecomputeContext* context, PyObject* forward, PyObject* args, bool preserves_random,
+                   bool on_device) {
+  py::object function = py::reinterpret_borrow<py::object>(forward), modules;
+  if (context->region) modules = attribute(context->region.ptr(), names().reached_modules);
+  context->parameters = std::make_shared<Parameters>(context->function.ptr(), modules.ptr());
+  if (preserves_random) {
+    context->random = capture_generators_of_rerun(generators_of(*context, args, on_device).ptr());
+  }
+  if (context->parameters->buffered()) {
+    context->buffers = call(names().note_buffers, context->parameters->buffered().ptr());
+    function = call_method(context->buffers.ptr(), names().watching, function.ptr());
+  }
+  const bool changes = context->region && attribute(context->region.ptr(), names().is_swapped).ptr() == Py_True;
+  if (context->random || context->buffers || changes) context->outer_swap = current_swap();
+  return function;
+}
+
+// run(region, function, forward, args, kwargs, early_stop, preserve_rng_state, check_metadata, audit) -> result. The
+// region is Python's, which holds the inputs, and gives `forward`, which calls `function`; or None. With None, returns
+// NotImplemented, with nothing done, if one is needed.
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t nargs) {
   return guarded([&]() -> PyObject* {
-    if (nargs != 8) throw py::type_error("run takes eight arguments");
-    RecomputeContext context = new_context(Py_None, args[4], args[7]);  // the region holds the function as inputs
-    context.outer_swap = PyLong_AsLongLong(args[6]);
-    context.region = py::reinterpret_borrow<py::object>(args[0]);
-    const py::object frame = new_frame(std::move(context), truth(args[5]));
-    return run_forward(frame, args[1], args[2], args[3]);
+    if (nargs != 9) throw py::type_error("run takes nine arguments");
+    const bool has_region = args[0] != Py_None, preserves_random = truth(args[6]);
+    if (!has_region && !call(names().top_hooks, Py_False).is_none()) return Py_NewRef(Py_NotImplemented);
+    RecomputeContext context = new_context(args[1], args[5], args[8]);
+    context.state = capture_state();
+    bool on_device = false;
+    if (has_region) {
+      context.region = py::reinterpret_borrow<py::object>(args[0]);
+    } else {
+      context.args = hold_arguments(args[3], &on_device);
+      const bool raises = preserves_random && is_capturing(context.state);  // in Python
+      if (!context.args || raises) return Py_NewRef(Py_NotImplemented);
+    }
+    const py::object function = prepare(&context, args[2], args[3], preserves_random, on_device);
+    const std::shared_ptr<Parameters> parameters = context.parameters;
+    const py::object region = context.region, buffers = context.buffers;
+    const py::object frame = new_frame(std::move(context), truth(args[7]));
+    const auto result = owned(run_forward(frame, function.ptr(), args[3], args[4]));
+    parameters->forward_done();
+    if (region) call_method(region.ptr(), names().forward_done);
+    if (buffers) call_method(buffers.ptr(), names().forward_done);
+    return Py_NewRef(result.ptr());
   });
 }
 
@@ -316,10 +336,6 @@ PyObject* capture_state_function(PyObject*, PyObject*) {
   return guarded([&] { return capture_state().release().ptr(); });
 }
 
-PyObject* restore_inputs_function(PyObject*, PyObject* held) {
-  return guarded([&] { return restore_inputs(held).release().ptr(); });
-}
-
 PyObject* is_rerunning(PyObject*, PyObject*) { return PyBool_FromLong(is_in_rerun() ? 1 : 0); }
 
 // The frame of the region that a slot belongs to; None if it is no slot.
@@ -335,17 +351,14 @@ PyMethodDef unpack_definition = {"unpack", unpack, METH_O,
 PyMethodDef same_definition = {"same", same, METH_O, "Unpack hook of reruns."};
 
 PyMethodDef region_functions[] = {
-    {"run_common", fast(run_common), METH_FASTCALL,
-     "run_common(function, args, early_stop, preserve_rng_state, check_metadata, audit) -> result"},
     {"run", fast(run), METH_FASTCALL,
-     "run(region, function, args, kwargs, early_stop, check_metadata, outer_swap, audit) -> result"},
+     "run(region, function, forward, args, kwargs, early_stop, preserve_rng_state, check_metadata, audit) -> result"},
     {"rerun", fast(rerun_function), METH_FASTCALL, "rerun(recomputed, function, args, kwargs)"},
     {"rerun_again", rerun_again, METH_O, "rerun_again(slot): rerun its region; no value is kept."},
-    {"capture_state", capture_state_function, METH_NOARGS, "Results of the state getters."},
+    {"capture_state", capture_state_function, METH_NOARGS, "Global state that reruns restore, as a tuple."},
     {"is_rerunning", is_rerunning, METH_NOARGS, "Whether this thread is in a rerun."},
     {"frame_of", frame_of, METH_O, "The frame of a slot; None for all else."},
     {"num_reruns", count_reruns, METH_NOARGS, "Reruns of the process so far."},
-    {"restore_inputs", restore_inputs_function, METH_O, "Arguments of one rerun of the common kind."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

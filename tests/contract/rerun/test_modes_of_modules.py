@@ -66,6 +66,28 @@ def forwards_of_both_modes_that_are_alive_at_once(checkpoint: Checkpoint) -> Any
 
 
 @programs
+def a_gradient_inside_after_the_mode_is_switched(checkpoint: Checkpoint) -> Any:
+    block, x = Block(), leaf(4, 8)
+
+    class Switches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            y = self.block.scaled(h)
+            self.block.eval()
+            (inner,) = torch.autograd.grad(y.sum(), h, retain_graph=True)
+            return y * inner.detach()
+
+    module = Switches()
+    for function in (module, lambda h: module(h)):
+        block.train()
+        checkpoint(function, x.sin()).sum().backward()
+    return x.grad, block.training
+
+
+@programs
 def a_function_that_switches_the_mode(checkpoint: Checkpoint) -> Any:
     block, x = Block(), leaf(4, 8)
 

@@ -264,9 +264,9 @@ def test_every_device_that_is_in_use_is_asked(
     module.is_initialized = lambda: True
     first, second = there.generators()
     assert devices.used_generators() == (first, second)
-    state = random_state.RandomState([], [], [])
+    states = _C.capture_generators_of_rerun(random_state.generators_of_region([]))
     module.drawn[1] += 7
-    with state.swapped_in():
+    with random_state.swapped_in(states):
         assert int(module.drawn[1]) == 0
     assert int(module.drawn[1]) == 7
 
