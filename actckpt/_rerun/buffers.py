@@ -44,6 +44,8 @@ from actckpt._core.tensor_changes import version_of
 __all__ = ["Buffers", "Stale", "note_buffers", "tensors_in", "written_tensors"]
 
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+#: timm classes that do the same, by name: timm need not be installed.
+_TIMM_BATCH_NORMS = ("BatchNormAct2d", "SyncBatchNormAct")
 
 # Flags of a module: called in training, called in evaluation, changes its buffers, changes them without a version
 # change.
@@ -76,7 +78,7 @@ class _Noted:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.is_statistics = module.training and type(module) in _BATCH_NORMS and module.running_mean is not None
+        self.is_statistics = module.training and _is_batch_norm(type(module)) and module.running_mean is not None
         self.found = {} if self.is_statistics else dict(module._buffers)
         self.versions = {name: (version_of(buffer), memory_of(buffer)) for name, buffer in self.found.items()}
         known = _known.get(module, 0)
@@ -233,6 +235,10 @@ class Buffers:
 def note_buffers(modules: list[torch.nn.Module]) -> Buffers:
     """Return the current buffers of these modules; called from C++."""
     return Buffers(modules)
+
+
+def _is_batch_norm(kind: type) -> bool:
+    return kind in _BATCH_NORMS or (kind.__name__ in _TIMM_BATCH_NORMS and kind.__module__ == "timm.layers.norm_act")
 
 
 def _batches(module: torch.nn.Module) -> tuple[int, int] | None:
