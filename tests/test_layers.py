@@ -136,18 +136,18 @@ def test_modules_of_a_room_import_each_other_in_no_circle(room: str) -> None:
 #: The most names of a folder that other rooms import, and the most headers that they include: its door.
 _DOORS = {
     "_blocks": 37,
-    "_budget": 29,
+    "_budget": 28,
     "_commands": 12,
     "_compile": 2,
-    "_core": 87,
+    "_core": 88,
     "_cycles": 3,
     "_estimate": 7,
     "_offload": 17,
 }
 _DOORS |= {
-    "_replay": 28,
+    "_replay": 27,
     "_report_page": 10,
-    "_rerun": 15,
+    "_rerun": 14,
     "_show": 5,
     "_text": 19,
     "integrations": 0,

@@ -6,7 +6,8 @@ operators, compares, and returns the results that the forward had. So this step 
 whose results differ by more than rounding is added to `configure(opaque=[...])`, with a warning. From then on, `apply`
 replays blocks, and keeps its results.
 
-What is not held: results of operators that write to arguments or return views of them, subclasses of tensors, tensors
+What is not held: anything on one of several ranks, which would repeat other collectives than the others; results of
+operators that write to arguments or return views of them, subclasses of tensors, tensors
 that the block overwrites, and what kernels write that no operator calls. The audit of reruns raises where these differ.
 """
 
@@ -21,14 +22,17 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 
 from actckpt import config
-from actckpt._core import random_state, torch_private
+from actckpt._C import Paused
+from actckpt._core import random_state, ranks, torch_private
+from actckpt._core.checksums import are_close_elements
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import warn_user
-from actckpt._core.storages import storages_of
+from actckpt._core.storages import storages_of, tensors_in
 from actckpt._core.warning_texts import WarningText
 from actckpt._options import CheckpointOptions
 from actckpt._replay.operators import Operator, operator_of
 from actckpt._rerun.audit import Digest, Filling, depends_on_memory, is_auditing
+from actckpt.errors import RerunMismatchError
 from actckpt.policies import PerOp
 
 __all__ = ["FirstCalls"]
@@ -41,6 +45,11 @@ _NOT_REPEATABLE = WarningText(
     'actckpt.configure(opaque=["{operator}"]) before the first step does the same.',
     per="operator",
 )
+_NOT_HELD = (
+    "apply: in {block}, {operator} returns other values when it runs again with the same arguments, and more than "
+    "{most} calls came before the first backward: the gradients of the later ones would be wrong. Call "
+    'actckpt.configure(opaque=["{operator}"]) before the first step.'
+)
 
 
 class FirstCalls:
@@ -49,6 +58,8 @@ class FirstCalls:
     def __init__(self, block: str) -> None:
         self.block = block
         self._num_left = _MOST_CALLS if torch_private.runs_compiled_below_modes else 0
+        #: Whether a rerun has ended; and whether calls before that held nothing, although others did.
+        self._is_over, self._has_unheld = not self._num_left, False
 
     def changed(self, options: CheckpointOptions, *, may_hold: bool) -> CheckpointOptions:
         """Return the options of the next call, which would be rerun.
@@ -58,10 +69,14 @@ class FirstCalls:
         """
         if config.settings().opaque:  # a rerun would run again what is not repeatable
             return options._replace(policy=PerOp({}))
-        is_usual = options.preserve_rng_state and options.determinism_check == "default"
-        if not may_hold or not self._num_left or not is_usual or options.context_fn is not noop_context_fn:
+        is_debugged = options.debug or torch_private.forced_by_context()[1]
+        is_usual = options.preserve_rng_state and options.determinism_check == "default" and not is_debugged
+        if self._is_over or not may_hold or not is_usual or options.context_fn is not noop_context_fn:
             return options
-        if torch.compiler.is_compiling() or not is_auditing():
+        if torch.compiler.is_compiling() or not is_auditing() or ranks.has_others():
+            return options
+        if not self._num_left:
+            self._has_unheld = True
             return options
         self._num_left -= 1
         return options._replace(policy=None, context_fn=self._contexts)
@@ -76,7 +91,9 @@ class FirstCalls:
         Args:
             different: names of the operators whose results differed.
         """
-        self._num_left = 0
+        self._is_over = True
+        if different and self._has_unheld:
+            raise RerunMismatchError(_NOT_HELD.format(block=repr(self.block), operator=different[0], most=_MOST_CALLS))
         for name in dict.fromkeys(different):
             opaque = config.settings().opaque
             if name not in opaque:
@@ -84,10 +101,34 @@ class FirstCalls:
                 warn_user(_NOT_REPEATABLE, block=repr(self.block), operator=name)
 
 
+class _Arguments(NamedTuple):
+    """What tells calls of an operator from each other."""
+
+    plain: list[Any]
+    digests: list[Digest | None]
+
+    @classmethod
+    def of(cls, arguments: Any) -> _Arguments:
+        args, kwargs = arguments
+        plain = [each for each in (*args, *(kwargs or {}).items()) if not isinstance(each, (Tensor, list, tuple))]
+        return cls(plain, [Digest.of(tensor) for tensor in tensors_in([args, kwargs or {}])])
+
+    def are_same(self, other: _Arguments) -> bool:
+        """Return whether they are the same, but for rounding. Waits for the device."""
+        if self.plain != other.plain or len(self.digests) != len(other.digests):
+            return False
+        pairs = zip(self.digests, other.digests, strict=True)
+        return all(
+            one is other if one is None or other is None else one.shape == other.shape and one.is_same(other)
+            for one, other in pairs
+        )
+
+
 class _Call(NamedTuple):
-    """What an operator returned."""
+    """What an operator returned, and for which arguments."""
 
     operator: Any
+    arguments: _Arguments
     results: list[Tensor]
     digests: list[Digest]
 
@@ -105,9 +146,9 @@ class _Call(NamedTuple):
         again = self._digests_of(results)
         if again is None:
             return False
-        different = [
-            index for index, pair in enumerate(zip(self.digests, again, strict=True)) if not pair[0].is_same(pair[1])
-        ]
+        pairs = zip(self.results, results, strict=True)
+        with Paused():
+            different = [index for index, pair in enumerate(pairs) if not are_close_elements(*pair)]
         if not different:
             return True
         states = random_state.capture(random_state.generators_of_region(result.device for result in results))
@@ -171,8 +212,8 @@ class _Giving(ObservingMode):
             return result
         call = self._calls[self._number] if self._number < len(self._calls) else None
         self._number += 1
-        if call is None or call.operator is not func:
-            return result
+        if call is None or call.operator is not func or not call.arguments.are_same(_Arguments.of((args, kwargs))):
+            return result  # of another call: the rerun takes another way
         if not call.is_unchanged():
             return result
         if not call.is_repeated_by(_tensors(result), run):
@@ -200,7 +241,7 @@ def _held(func: Any, result: Any, arguments: Any) -> _Call | None:
     passed = {id(storage) for storage in storages_of(arguments)}
     if any(id(tensor.untyped_storage()) in passed for tensor in results):
         return None
-    return _Call(func, [tensor.detach() for tensor in results], digests)
+    return _Call(func, _Arguments.of(arguments), [tensor.detach() for tensor in results], digests)
 
 
 def _tensors(result: Any) -> list[Tensor]:

@@ -11,9 +11,11 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts, noop_context_fn
 
+from actckpt import config
 from actckpt._core import torch_private
 from actckpt._options import TORCH_PARAMETERS, CheckpointOptions, ContextFn
 from actckpt._replay.choice import Choice
+from actckpt._text.places import Selector
 from actckpt._text.presets import PRESETS
 from actckpt.action import Action
 from actckpt.policies import PerOp, choice_of, is_torch_policy
@@ -151,7 +153,8 @@ def _contexts(policy: Any) -> Any:
 
 def _answer(choice: Choice, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Answer the compiler's query about an operator."""
-    keeps = choice.of(str(op)) is Action.KEEP
+    is_opaque = any(Selector.parse(name).is_of_operator(str(op)) for name in config.settings().opaque)
+    keeps = is_opaque or choice.of(str(op)) is Action.KEEP
     return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
 

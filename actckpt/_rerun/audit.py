@@ -349,10 +349,10 @@ class Filling(ObservingMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not types and torch_private.is_custom(func):
-            device = next((tensor.device.type for tensor in tensors_in((args, kwargs))), "cpu")
+        tensors = list(tensors_in((args, kwargs)))
+        if tensors and not types and torch_private.is_custom(func):
             with self:
-                return torch_private.call_kernel(func, device, args, kwargs)
+                return torch_private.call_kernel(func, tensors, args, kwargs)
         result = func(*args, **kwargs)
         if getattr(func, "overloadpacket", None) in _EMPTY and result.numel():
             result.fill_(3 if result.is_floating_point() else 0)  # numbers that do no harm as indices, either

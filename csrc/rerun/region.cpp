@@ -279,7 +279,8 @@ py::object prepare(RecomputeContext* context, PyObject* forward, PyObject* args,
     function = call_method(context->buffers.ptr(), names().watching, function.ptr());
   }
   const bool changes = context->region && attribute(context->region.ptr(), names().is_swapped).ptr() == Py_True;
-  if (context->random || context->buffers || changes) context->outer_swap = current_swap();
+  const bool swaps_buffers = context->region && context->buffers;
+  if (context->random || swaps_buffers || changes) context->outer_swap = current_swap();
   return function;
 }
 

@@ -1,8 +1,12 @@
 """Private names of torch for operators: the callable behind an overload, builtin functions, registered effects."""
 
+import functools
 import importlib
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import Tensor
 
 from actckpt._core.torch_private.lookup import lookup, optional
 
@@ -21,19 +25,21 @@ def callee_of(overload: Any) -> Callable[..., Any]:
     return callee
 
 
-_keys: Any = lookup("torch._C.DispatchKey")
-_keys_of: Callable[[Any], Any] = lookup("torch._C.DispatchKeySet")
-_key_for_device: Callable[[str], str] = lookup("torch._C._dispatch_key_for_device")
+_keys_of: Callable[[Tensor], Any] = lookup("torch._C._dispatch_keys")
+_keys_after: Callable[[Any], Any] = lookup("torch._C._dispatch_keyset_full_after")
+_python_key: Any = lookup("torch._C.DispatchKey.Python")
 
 
-def call_kernel(overload: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the kernel of an operator for a type of device. Modes see the operators inside of it."""
-    return overload.redispatch(_keys_of(getattr(_keys, _key_for_device(device_type))), *args, **kwargs)
+def call_kernel(overload: Any, tensors: Iterable[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the kernel of an operator for some tensors. Modes see the operators inside of it, and not itself."""
+    keys = [_keys_of(tensor) for tensor in tensors]
+    below = functools.reduce(operator.or_, keys) & _keys_after(_python_key)
+    return overload.redispatch(below, *args, **kwargs)
 
 
-def is_custom(operator: Any) -> bool:
+def is_custom(func: Any) -> bool:
     """Whether an operator is an overload that is not one of torch's own."""
-    return type(operator) is _overload_type and operator.namespace not in ("aten", "prims", "prim")
+    return type(func) is _overload_type and func.namespace not in ("aten", "prims", "prim")
 
 
 def has_registered_effect(overload: Any) -> bool:
