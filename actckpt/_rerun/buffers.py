@@ -89,8 +89,8 @@ class _Noted:
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
-        #: Whether a watched operator used one of them; for statistics, whether they may have changed.
-        self.has_run = False
+        #: Whether a watched operator used one of them; for statistics, whether they may have changed (None: in forward).
+        self.has_run: bool | None = None if self.is_statistics else False
         self._batches = _batches(module) if self.is_statistics else None
 
     def note_write(self, name: str) -> None:
@@ -100,7 +100,7 @@ class _Noted:
 
     def forward_done(self, *, was_watched: bool) -> None:
         if self.is_statistics:
-            self.has_run = self._batches is None or _batches(self.module) != self._batches
+            self.has_run = self._statistics_moved()
             return
         known = _known.get(self.module, 0) | (_CALLED[bool(self.module.training)] if self._is_seen(was_watched) else 0)
         moved = set(self._moved())
@@ -119,7 +119,7 @@ class _Noted:
             return was_watched
         now = _C.num_reruns()
         first = _first_watched[bool(self.module.training)].setdefault(self.module, now)
-        return self.has_run or first != now
+        return bool(self.has_run) or first != now
 
     def _moved(self) -> list[str]:
         return [
@@ -132,9 +132,12 @@ class _Noted:
         now = self.module._buffers
         return len(now) == len(self.found) and all(now.get(name) is buffer for name, buffer in self.found.items())
 
+    def _statistics_moved(self) -> bool:
+        return self._batches is None or _batches(self.module) != self._batches
+
     def is_as_found(self) -> bool:
         if self.is_statistics:
-            return not self.has_run
+            return not (self._statistics_moved() if self.has_run is None else self.has_run)
         return self.copies is None and self._stands() and not self.stale()
 
     def for_rerun(self) -> dict[str, Tensor | None]:
@@ -189,13 +192,12 @@ class _Attributes:
 class Buffers:
     """The buffers of a region's modules. See NOTE [ Buffers ]."""
 
-    __slots__ = ("_attributes", "_is_done", "_noted", "_was_watched")
+    __slots__ = ("_attributes", "_noted", "_was_watched")
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._noted = [_Noted(module) for module in dict.fromkeys(modules)]
         self._attributes = [_Attributes(one.module) for one in self._noted if one.module._forward_pre_hooks]
         self._was_watched = False
-        self._is_done = False
 
     def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function to call in the forward instead of `function` (Rule 2)."""
@@ -207,7 +209,6 @@ class Buffers:
         """Record which buffers the forward changed."""
         for noted in self._noted:
             noted.forward_done(was_watched=self._was_watched)
-        self._is_done = True
 
     def are_as_found(self) -> bool:
         """Whether a rerun needs neither copies nor checks of reads."""
@@ -218,7 +219,7 @@ class Buffers:
     @contextmanager
     def as_found(self) -> Iterator[list[Stale]]:
         """Run the body with the forward's buffers (Rule 1); yield those that it must not read (Rule 3)."""
-        noted = [one for one in self._noted if not one.is_as_found()] if self._is_done else []
+        noted = [one for one in self._noted if not one.is_as_found()]
         outside = [dict(one.module._buffers) for one in noted]
         try:
             for one in noted:

@@ -65,9 +65,24 @@ MODULES: dict[str, Callable[[], torch.nn.Module]] = {
 }
 
 
-def _train(checkpoint: Checkpoint, make: Callable[[], torch.nn.Module], call: Any, steps: int = 3) -> list[Any]:
+class TakesGradient(torch.nn.Sequential):
+    """Takes a gradient inside of its forward, after its buffers changed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        (inner,) = torch.autograd.grad(y.square().sum(), self[0].weight, retain_graph=True)
+        return (y.tanh() @ inner.detach().tanh()).tanh()
+
+
+def _train(
+    checkpoint: Checkpoint,
+    make: Callable[[], torch.nn.Module],
+    call: Any,
+    steps: int = 3,
+    sequential: type[torch.nn.Sequential] = torch.nn.Sequential,
+) -> list[Any]:
     torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), make(), torch.nn.Linear(8, 8))
+    model = sequential(torch.nn.Linear(8, 8), make(), torch.nn.Linear(8, 8))
     model.train()
     results: list[Any] = []
     for _ in range(steps):
@@ -87,6 +102,15 @@ def _train(checkpoint: Checkpoint, make: Callable[[], torch.nn.Module], call: An
 def test_buffers_that_a_forward_reads_and_changes_are_as_it_found_them(module: str, call: str) -> None:
     make, how = MODULES[module], MODULE_CALLS[call]
     assert_equal(_train(ours, make, how), _train(plain, make, how))
+
+
+@pytest.mark.usefixtures("no_audit")
+@pytest.mark.filterwarnings("ignore:.*")  # torch.ao is deprecated
+@pytest.mark.parametrize("call", MODULE_CALLS)
+@pytest.mark.parametrize("module", MODULES)
+def test_a_gradient_inside_of_a_forward_sees_the_buffers_that_the_forward_found(module: str, call: str) -> None:
+    make, how = MODULES[module], MODULE_CALLS[call]
+    assert_equal(_train(ours, make, how, sequential=TakesGradient), _train(plain, make, how, sequential=TakesGradient))
 
 
 def _in_region(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
