@@ -98,8 +98,19 @@ _thread = threading.local()
 #: Attribute of tensors that stand for a parameter in nested reruns (kParameterMark in csrc/rerun/held.h).
 _OF_PARAMETER = "_actckpt_parameter"
 _Key = tuple[Any, ...]
-#: Calls that audits may look at: number, and references to the objects that the key names by id().
-_calls: dict[_Key, tuple[int, tuple[weakref.ref[Any], ...]]] = {}
+
+
+class _Calls:
+    """The calls of a function: their number, and references to the objects that its key names by id()."""
+
+    __slots__ = ("named", "number")
+
+    def __init__(self, named: tuple[weakref.ref[Any], ...]) -> None:
+        self.named = named
+        self.number = 0
+
+
+_known: dict[_Key, _Calls] = {}
 #: Maximum nesting of closures that a key looks into, and maximum number of keys.
 _DEPTH, _MOST_KEYS = 3, 4096
 #: Integers below this, and strings shorter than this, are part of a key; larger ones may count steps.
@@ -112,13 +123,17 @@ def audit_of(function: Callable[..., Any], *, raises: bool) -> RerunAudit | Lite
     Args:
         raises: whether a difference raises; false if the user chose that reruns draw other random numbers.
     """
-    if not is_auditing():
+    when = config.settings().audit
+    if when == "off":
         return None
     hooks = torch_private.outer_hooks()
     if hooks is not None and not _may_audit(hooks):
         return False
-    number = _count(function)
-    is_due = config.settings().audit == "always" or number & (number - 1) == 0
+    calls = _calls_of(function)
+    is_due = when == "always" or calls.number & (calls.number + 1) == 0
+    if is_due and not is_auditing():
+        return None  # the next call is due
+    calls.number += 1
     return RerunAudit(messages.name_of(function), raises=raises) if is_due else None
 
 
@@ -129,25 +144,25 @@ def is_auditing() -> bool:
     return not (torch_private.is_tracing() or devices.is_capturing() or torch_private.innermost_transform() is not None)
 
 
-def _count(function: Callable[..., Any]) -> int:
-    """Count a call of a function, or of functions that look the same; return its number."""
+def _calls_of(function: Callable[..., Any]) -> _Calls:
+    """Return the calls of a function, or of functions that look the same."""
+    known = _known.get((id(function),))  # of a module
+    if known is not None and known.named[0]() is function:
+        return known
     named: list[Any] = []
     key = _key(function, named)
-    known = _calls.get(key)
-    if known is not None and all(one() is other for one, other in zip(known[1], named, strict=True)):
-        number, references = known[0] + 1, known[1]
-    else:
-        number, references = 1, tuple([weakref.ref(each, functools.partial(_forget, key)) for each in named])
-        if len(_calls) >= _MOST_KEYS:
-            _calls.clear()
-    _calls[key] = number, references
-    return number
+    known = _known.get(key)
+    if known is None or any(one() is not other for one, other in zip(known.named, named, strict=True)):
+        if len(_known) >= _MOST_KEYS:
+            _known.clear()
+        known = _known[key] = _Calls(tuple([weakref.ref(each, functools.partial(_forget, key)) for each in named]))
+    return known
 
 
 def _forget(key: _Key, reference: weakref.ref[Any]) -> None:
-    known = _calls.get(key)
-    if known is not None and any(each is reference for each in known[1]):
-        del _calls[key]
+    known = _known.get(key)
+    if known is not None and any(each is reference for each in known.named):
+        del _known[key]
 
 
 def _key(value: Any, named: list[Any], depth: int = _DEPTH) -> _Key:
