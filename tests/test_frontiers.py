@@ -67,13 +67,12 @@ def test_a_picture_is_dark_where_pages_are(script: _Script, tmp_path: Path) -> N
 def test_where_actckpt_loses_is_what_the_results_say() -> None:
     points = runpy.run_path(str(_BENCHMARKS.parent / "scripts/pictures"))["all_points"]()
     vit, decoder, models = points["vit_h200"], points["decoder_h100"], ("llama_h200", "decoder_h100", "vit_h200")
-    save, second = decoder["save_on_cpu"], points["moe_cpu"]["actckpt budget 0.15"]
+    save, experts = decoder["save_on_cpu"], points["moe_cpu"]
     offload = [points[model]["actckpt offload"][1] for model in models]
     (path,) = (_BENCHMARKS / "results").glob("frontiers_*.json")
     rows = json.loads(path.read_text())["models"]
-    experts, unet = rows["moe"]["actckpt budget 0.15"], rows["unet"]["actckpt budget 0.75"]
-    plain, share = rows["moe"]["plain"]["peak_allocated_bytes"], 0.02
-    smallest = (rows["moe"][f"actckpt budget {share}"]["budget_bytes"] / plain - share) / (1 - share)
+    third, half = "actckpt budget 0.3", "actckpt budget 0.5"
+    predicted = [rows["moe"][name]["predicted_ratio"] for name in (third, half)]
     page = " ".join((_BENCHMARKS.parent / "docs/frontiers.md").read_text().split())
     for text in (
         f"`torch.utils.checkpoint` takes {_both(vit['torch checkpoint'])} of the peak",
@@ -82,20 +81,14 @@ def test_where_actckpt_loses_is_what_the_results_say() -> None:
         f"keeping matmuls {_both(vit['actckpt keeps matmuls'])}",
         f"({min(offload):.1f} to {max(offload):.1f})",
         f"({decoder['actckpt offload'][0]} against {save[0]}), which takes {save[1]:.1f}",
-        f"takes {points['unet_cpu']['actckpt budget 0.75'][1]:.2f} where {unet['predicted_ratio']:.2f} was predicted",
-        f"{experts['predicted_ratio']:.2f} had been predicted there, and {second[1]:.2f} was measured",
-        f"budget is {smallest:.2f} of the plain peak, more than `torch.utils.checkpoint` needs "
-        f"({points['moe_cpu']['torch checkpoint'][0]:.2f})",
+        f"from {experts[third][0]:.2f} to {experts[half][0]:.2f} of the peak ({experts[third][1]:.2f} and "
+        f"{experts[half][1]:.2f}), where {predicted[0]:.2f} and {predicted[1]:.2f} were predicted",
     ):
         assert text in page, text
-    for name in ("actckpt budget 0.02", "actckpt budget 0.15"):
-        assert rows["moe"][name]["chosen"] == "keep attention"
-    assert experts["peak_allocated_bytes"] < 0.51 * experts["budget_bytes"]
-    for model in ("llama", "moe"):
-        quartiles = [
-            rows[model]["ratios to plain"][name]["quartiles"] for name in ("torch checkpoint", "actckpt budget 0.02")
-        ]
-        assert quartiles[0][0] < quartiles[1][1], model
+    for model in rows.values():
+        quartiles = {name: found["quartiles"] for name, found in model["ratios to plain"].items()}
+        budgets = [found for name, found in quartiles.items() if "budget" in name]
+        assert all(found[1] < quartiles["torch checkpoint"][0] for found in budgets)
 
 
 def _both(point: tuple[float, float]) -> str:
