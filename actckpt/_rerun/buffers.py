@@ -89,7 +89,7 @@ class _Noted:
         self.copies = _copies(self.found) if known & _CHANGES else None
         #: Names of the buffers that the mode saw written.
         self.written: set[str] = set()
-        #: Whether a watched operator used one of them; for statistics, whether they may have changed (None: in forward).
+        #: Whether a watched operator used one of them; of statistics, whether they may have moved (None: not over).
         self.has_run: bool | None = None if self.is_statistics else False
         self._batches = _batches(module) if self.is_statistics else None
 
