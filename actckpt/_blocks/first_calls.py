@@ -6,9 +6,9 @@ operators, compares, and returns the results that the forward had. So this step 
 whose results differ by more than rounding is added to `configure(opaque=[...])`, with a warning. From then on, `apply`
 replays blocks, and keeps its results.
 
-What is not held: anything on one of several ranks, which would repeat other collectives than the others; results of
-operators that write to arguments or return views of them, subclasses of tensors, tensors
-that the block overwrites, and what kernels write that no operator calls. The audit of reruns raises where these differ.
+Not held are: anything on one of several ranks, which would repeat other collectives than the others; results of
+operators that write to arguments or return views of them; subclasses of tensors; tensors that the block overwrites; and
+what kernels write that no operator calls. The audit of reruns raises where these differ.
 """
 
 from __future__ import annotations
