@@ -28,7 +28,7 @@ from actckpt import config
 from actckpt._core import torch_private
 from actckpt._estimate.roofline import Clock
 
-__all__ = ["Link", "Offloading"]
+__all__ = ["Link", "SimulatedOffloading"]
 
 _Storage = torch.UntypedStorage
 _LEAST_WINDOW, _MOST_WINDOW = 4 << 20, 256 << 20
@@ -137,7 +137,7 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
-class Offloading:
+class SimulatedOffloading:
     """How the blocks of a model are offloaded.
 
     Attributes:
@@ -163,7 +163,7 @@ class Offloading:
 
     def _opened(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            session = _Session(self)
+            session = _SimulatedSession(self)
             with saved_tensors_hooks(session.pack, session.unpack):
                 return original(*args, **kwargs)
 
@@ -176,17 +176,17 @@ def _put_back(block: nn.Module, forward: Any) -> None:
         block.forward = forward
 
 
-class _Session:
+class _SimulatedSession:
     """The hooks of one call of a block."""
 
-    def __init__(self, offloading: Offloading) -> None:
+    def __init__(self, offloading: SimulatedOffloading) -> None:
         self._offloading = offloading
         self._owned = {id(tensor.untyped_storage()) for tensor in offloading.owned}
         self._put: dict[int, tuple[weakref.ref[_Storage], weakref.ref[_Ticket]]] = {}
 
     def pack(self, tensor: Tensor) -> Any:
         storage = tensor.untyped_storage()
-        if id(storage) in self._owned or storage.nbytes() < self._offloading.min_bytes:
+        if id(storage) in self._owned or tensor.nbytes < self._offloading.min_bytes:
             return tensor if tensor.is_leaf else tensor.detach()
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
         known = self._put.get(id(storage))

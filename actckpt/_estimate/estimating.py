@@ -22,7 +22,7 @@ from actckpt._core.steps import Step as CheckedStep
 from actckpt._core.storages import storages_of
 from actckpt._cycles.plan_step import planned
 from actckpt._estimate import kernels
-from actckpt._estimate.bandwidth import Link, Offloading
+from actckpt._estimate.bandwidth import Link, SimulatedOffloading
 from actckpt._estimate.fakes import Fakes
 from actckpt._estimate.roofline import Clock
 from actckpt._estimate.targets import Target
@@ -180,14 +180,14 @@ class Stepper:
             return
         keywords = dict(options)
         policy = keywords["policy"] = kernels.policy_for_stand_ins(keywords["policy"])
-        min_bytes = parse_bytes(keywords.pop("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
+        min_bytes = parse_bytes(keywords.get("min_bytes", DEFAULT_MIN_BYTES), what="min_bytes")
         names = apply(self._model, **keywords)
         with contextlib.ExitStack() as exits:
             exits.callback(remove, self._model)
             if policy == "offload":
                 exits.close()
                 modules = dict(self._model.named_modules())
-                offloading = Offloading(link, self._fakes.mode, self._owned, min_bytes)
+                offloading = SimulatedOffloading(link, self._fakes.mode, self._owned, min_bytes)
                 exits.enter_context(offloading.of([modules[name] for name in names]))
             yield len(names)
 

@@ -230,6 +230,25 @@ def test_offloading_lets_go_of_what_a_fast_link_takes_away() -> None:
     assert slow["offload"].held_bytes < 0.1 * found["none"].held_bytes + (256 << 20)
 
 
+class SavesRow(nn.Module):
+    """Saves a small view of a large tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(256))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x + self.offset)[:1].sin().sum()
+
+
+def test_views_smaller_than_min_bytes_stay() -> None:
+    model, x = nn.Sequential(*(SavesRow() for _ in range(8))), torch.randn(1024, 256)
+    options = {"policy": "offload", "min_bytes": "1MiB", "blocks": SavesRow}
+    target = actckpt.Target("mine", 1e14, 1e13, 1e12, 1e12, 10**12)
+    found = actckpt.estimate(lambda: model(x).sum().backward(), model=model, policies={"a": options}, target=target)
+    assert found["a"].held_bytes == found["none"].held_bytes > 8 << 20
+
+
 def test_recomputation_is_told_apart() -> None:
     model, step = MODELS["llama"]()
     found = actckpt.estimate(step, model=model, policies=POLICIES)
@@ -320,6 +339,7 @@ _SINGLE = r"offloads single values\. .*measure it with actckpt\.compare"
                 ({"policy": None, "offload_inputs": True}, "has offload_inputs, which moves"),
             ]
         ),
+        (_backward, {"policies": {"mine": {"policy": "recompute", "min_bytes": 1}}}, "unknown option min_bytes for"),
         (_backward, {"policies": {"mine": {"activation_budget": "40"}}}, r"^activation_budget='40' has no unit\."),
         (_with_optimizer, {}, r"runs an optimizer \(SGD\) that was not given. Pass it: optimizer="),
     ],
