@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from actckpt import _C
+from actckpt import _C, config
 from actckpt._core import devices, extensions, messages, modes, random_state, rescue, sites, state, torch_private
 from actckpt._core.tensor_changes import has_same_bytes, own_copy
 from actckpt._offload import notices, owned_memory, reading, session, stores
@@ -94,13 +94,16 @@ NAMES: dict[str, Any] = {
     "script_failure": torch_private.SCRIPT_FAILURE,
     # Offload hooks.
     "store_for": stores.store_for,
+    "stores": stores._stores,
+    "settings": vars(config),
     "is_owned": owned_memory.is_owned,
     "excludes_from_offload": extensions.excludes_from_offload,
     "pack_parts": session.pack_parts,
     "is_tracing": torch_private.is_tracing,
     "is_unshared": torch_private.is_unshared,
     "tell_of_writes": notices.tell_of_writes,
-    "tell_of_full_file": notices.tell_of_full_file,
+    "tell_of_disk": notices.tell_of_disk,
+    "tell_kept": notices.tell_kept,
     "max_inflight": reading.max_inflight,
     "changed_in_place_error": messages.changed_in_place,
     "freed_error": session.freed_error,

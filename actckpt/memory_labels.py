@@ -13,7 +13,6 @@ from actckpt._core import devices
 from actckpt._core.observing_mode import ObservingMode
 from actckpt._core.sites import module_name, warn_once
 from actckpt._core.warning_texts import WarningText
-from actckpt._offload.device import is_bringing_back
 
 __all__ = ["label_memory"]
 
@@ -68,7 +67,7 @@ class _Labelling(ObservingMode):
         self._label, self._outside = label, outside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._label("actckpt: again, offloaded" if is_bringing_back() else _label(func))
+        self._label("actckpt: again, offloaded" if _C.is_loading() else _label(func))
         try:
             return func(*args, **(kwargs or {}))
         finally:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from actckpt import _C
 from actckpt._core.nvml import GpuFacts
+from actckpt._core.torch_private import untraced
 
 __all__ = ["Accelerator", "DeviceGenerator", "MemoryLabels"]
 
@@ -35,7 +37,7 @@ class Accelerator:
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
-        self._streams: dict[tuple[int | None, int], torch.Stream] = {}
+        self._streams: dict[tuple[int, int], torch.Stream] = {}
         #: Devices that were unused at the last query by a region; None: never queried.
         self._unused: list[int] | None = None
         self._used_generators: tuple[torch.Generator | DeviceGenerator, ...] = ()
@@ -110,24 +112,22 @@ class Accelerator:
 
     # Streams
 
-    def stream_handle(self, device: torch.device) -> int:
-        """Return the driver library's handle of a device's current stream."""
-        stream = torch.accelerator.current_stream(device)
+    @untraced
+    def stream_handle(self, index: int) -> int:
+        """Return the driver library's handle of a device's current stream. Called for every tensor that moves."""
+        stream = torch.accelerator.current_stream(index)
         handle = int(stream.native_handle)  # type: ignore[attr-defined]  # from torch 2.11 on, not in its stubs
-        self._streams.setdefault((device.index, handle), stream)
+        self._streams.setdefault((index, handle), stream)
         return handle
 
-    def stream_at(self, handle: int, device: torch.device) -> torch.Stream:
+    @untraced
+    def stream_at(self, handle: int, index: int) -> torch.Stream:
         """Return the stream for a handle from `stream_handle`."""
-        return self._streams[device.index, handle]
+        return self._streams[index, handle]
 
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         """Return a context in which that stream and its device are current."""
         return stream
-
-    def record_stream(self, tensor: Tensor, stream: torch.Stream) -> None:
-        """Tell the allocator that work queued on a stream so far uses the memory of a tensor."""
-        tensor.record_stream(stream)
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for all work of a device. Not called in a forward."""
@@ -142,6 +142,13 @@ class Accelerator:
         )
 
     # Memory, in bytes
+
+    @untraced
+    def allocate_on(self, handle: int, device: torch.device, nbytes: int) -> _C.Bytes:
+        """Return new memory on a device, allocated on the stream of a handle."""
+        assert device.index is not None
+        with self.on_stream(self.stream_at(handle, device.index)):
+            return _C.allocate_bytes(nbytes, device)
 
     @functools.cached_property
     def counts_memory(self) -> bool:

@@ -24,6 +24,8 @@ class Cuda(Accelerator):
         super().__init__("cuda")
         self.driver_library = CUDA_LIBRARY if torch.version.hip is None else None
         self._has_order = False
+        if torch_private.cuda_stream_handle is not None:
+            self.stream_handle = torch_private.cuda_stream_handle  # type: ignore[method-assign, assignment]
 
     def current_index(self) -> int | None:
         index = super().current_index()
@@ -37,11 +39,13 @@ class Cuda(Accelerator):
         """`cudaDevAttrIntegrated`, as of GB10 and Jetson."""
         return {bool(torch.cuda.get_device_properties(i).is_integrated) for i in range(self.device_count())} == {True}
 
-    def stream_handle(self, device: torch.device) -> int:
-        return torch.cuda.current_stream(device).cuda_stream
+    @torch_private.untraced
+    def stream_handle(self, index: int) -> int:
+        return torch.cuda.current_stream(index).cuda_stream
 
-    def stream_at(self, handle: int, device: torch.device) -> torch.Stream:
-        return torch.cuda.ExternalStream(handle, device=device)
+    @torch_private.untraced
+    def stream_at(self, handle: int, index: int) -> torch.Stream:
+        return torch.cuda.ExternalStream(handle, device=index)
 
     def on_stream(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)  # type: ignore[arg-type]  # one of CUDA's, made above

@@ -1,9 +1,8 @@
 """The store of CPU tensors: a spill file, behind bounce buffers that worker threads write and read."""
 
-import torch
-
 from actckpt import _C, config
-from actckpt._offload import counts, limits, notices, sources
+from actckpt._offload import limits, notices
+from actckpt._offload.engine_store import EngineStore
 from actckpt._offload.spill import spill_file
 
 __all__ = ["CpuStore"]
@@ -15,13 +14,8 @@ _MMAP_THRESHOLD_BYTES = 1 << 20
 _LEAST_INFLIGHT_BYTES = 64 << 10
 
 
-class CpuStore(_C.CpuStore):
-    """A store for CPU tensors: an engine and its spill file. See csrc/bind/cpu_store.h."""
-
-    def __init__(self, engine: _C.DeviceEngine) -> None:
-        super().__init__(engine)
-        counts.note(self, engine)
-        sources.protect(self)
+class CpuStore(EngineStore):
+    """A store for CPU tensors: an engine and its spill file."""
 
     @classmethod
     def from_settings(cls, settings: config.Settings) -> "CpuStore":
@@ -66,23 +60,7 @@ class CpuStore(_C.CpuStore):
             buffer_bytes=buffer,
             num_workers=num_workers,
         )
-        return cls(engine)
-
-    @property
-    def window_bytes(self) -> int:
-        """The current maximum of in-flight bytes."""
-        return self.stats().window_bytes
-
-    def make_room(self, device: torch.device) -> None:
-        """Return at once: `put` copies out before it returns."""
-
-    def limit_window(self, nbytes: int | None) -> None:
-        """Limit the in-flight bytes from now on; None: the limit of the settings."""
-        self.engine.limit_window(nbytes)
-
-    def poll(self) -> None:
-        """Continue what workers have finished. Every other call does so too."""
-        self.engine.poll()
+        return cls(engine, None)
 
     def flush(self) -> None:
         """Wait until no bounce buffer is being written."""

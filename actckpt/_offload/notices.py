@@ -4,13 +4,13 @@ import logging
 import threading
 
 from actckpt import _C, config
+from actckpt._core.accelerator import Accelerator
 from actckpt._core.warning_texts import WarningText
 
 __all__ = [
     "tell_kept",
     "tell_no_store",
     "tell_of_disk",
-    "tell_of_full_file",
     "tell_of_memory_folder",
     "tell_of_threads",
     "tell_of_writes",
@@ -106,19 +106,22 @@ def tell_of_writes(stats: _C.DeviceStats) -> None:
         _warn_once(_DISK_BROKEN, error=error)
 
 
-def tell_of_full_file(engine: _C.DeviceEngine, nbytes: int) -> None:
-    """Log that a CPU tensor stays: the limit refuses it, or failed writes occupy every bounce buffer."""
+def _tell_of_full_file(engine: _C.DeviceEngine, nbytes: int) -> None:
+    """Log that a tensor stays: the limit refuses it, or failed writes occupy every bounce buffer."""
     stats = engine.stats()
     reason = stats.spill_error.rstrip(".") or f"{nbytes} bytes do not fit beside {stats.disk_bytes}"
     _warn_once(_DISK_FULL, error=reason)
 
 
-def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int, *, is_integrated: bool = False) -> None:
-    """Log why a device tensor stays, unless that is expected."""
+def tell_kept(engine: _C.DeviceEngine, why: _C.Kept, nbytes: int, accelerator: Accelerator | None) -> None:
+    """Log why a tensor of an accelerator stays, or one of the CPU, unless that is expected."""
+    is_integrated = accelerator is not None and accelerator.is_integrated
     if why == _C.Kept.CAPTURING:
         _warn_once(_CAPTURING)
-    elif why == _C.Kept.FULL and is_integrated:
-        _warn_once(_INTEGRATED) if config.settings().spill_dir is None else tell_of_full_file(engine, nbytes)
+    elif why == _C.Kept.FULL and is_integrated and config.settings().spill_dir is None:
+        _warn_once(_INTEGRATED)
+    elif why == _C.Kept.FULL and (is_integrated or accelerator is None):
+        _tell_of_full_file(engine, nbytes)
     elif why == _C.Kept.FULL:
         pool = engine.pool_stats()
         sizes = {"tensor": nbytes, "held": pool.stored_bytes, "limit": pool.limit_bytes}
@@ -132,5 +135,7 @@ def tell_no_store(device_type: str, why: str) -> None:
     _warn_once(_NO_STORE, device_type, reason=why)
 
 
-def tell_of_disk() -> None:
-    _warn_once(_ON_DISK)
+def tell_of_disk(accelerator: Accelerator) -> None:
+    """Log that tensors of an accelerator go to disk, unless they could go nowhere else."""
+    if not accelerator.is_integrated:
+        _warn_once(_ON_DISK)

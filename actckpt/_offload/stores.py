@@ -1,7 +1,7 @@
 """The stores of this process: one for CPU tensors, one for tensors of the accelerator.
 
-`cpu_store` and `device_store` create them at first use, with the current settings. The offload hooks (csrc/offload)
-call the CPU store directly, and any other Python object through the methods of `Store`.
+`store_for` creates them at first use, with the current settings. The offload hooks (csrc/offload) call them directly
+(csrc/offload/store.h).
 
 With `must` (`MUST_CPU_OFFLOAD`, and every `offload` block) `put` may wait for a bounce buffer before the disk; `stats`
 counts that. Without it (`PREFER_CPU_OFFLOAD`) `put` never waits: the bytes stay.
@@ -10,7 +10,7 @@ counts that. Without it (`PREFER_CPU_OFFLOAD`) `put` never waits: the bytes stay
 import threading
 import weakref
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,37 +20,9 @@ from actckpt._offload.cpu import CpuStore
 from actckpt._offload.device import DeviceStore, no_backend
 
 __all__ = [
-    *("Store", "cpu_store", "device_store", "inflight_bytes", "is_ready", "limit_windows", "limited", "make_room"),
+    *("cpu_store", "device_store", "inflight_bytes", "is_ready", "limit_windows", "limited", "make_room"),
     *("store_for", "why_none", "window_bytes"),
 ]
-
-
-class Store(Protocol):
-    """A store implemented in Python. Its tickets have a method `unload`.
-
-    A store holds the `source` passed to `put` until its bytes are safe elsewhere; the source must not refer to the
-    ticket. Dropping the last reference to a ticket ends it. That never waits, and may happen in the garbage collector;
-    a running copy keeps its memory until it ends. Every method may be called from any thread, and while a compiled
-    function runs: methods called from hooks are `torch_private.untraced`.
-    """
-
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
-        """Start to copy bytes out; return a ticket, or None if they stay. Waits for room only if `must`."""
-
-    def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
-        """Record that the same bytes of that storage were saved again, perhaps on another stream."""
-
-    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
-        """Return the bytes, valid for the current stream."""
-
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
-        """Start to load the bytes; return the destination, or None if there is no need. Never waits."""
-
-    def make_room(self, device: torch.device) -> None:
-        """Make a device's current stream, or the program on a CPU, wait for copies out beyond the window."""
-
-    def limit_window(self, nbytes: int | None) -> None:
-        """Limit the in-flight bytes from now on; None: the limit of the settings."""
 
 
 _lock = threading.RLock()

@@ -6,7 +6,6 @@ import statistics
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import actckpt
 from actckpt import _C, config
 from actckpt._core import devices
 from actckpt._offload import stores
-from actckpt._offload.device import DeviceStore, record_streams
+from actckpt._offload.device import DeviceStore
 from gpu_parts.rows import Machine, Row
 
 __all__ = ["bandwidths"]
@@ -86,7 +85,7 @@ def _only(machine: Machine, tier: str, folder: str) -> Iterator[_C.DeviceEngine]
         library=accelerator.driver_library,
         limit_bytes=_LIMIT_BYTES if tier == "pinned" else 0,
         window_bytes=config.settings().window_bytes,
-        release=partial(record_streams, accelerator),
+        release=_C.TorchStreams(accelerator),
         spill_file=_C.SpillFile(folder) if tier == "disk" else None,
         bounce_bytes=256 * _MIB,
         num_workers=8,

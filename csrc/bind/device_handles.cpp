@@ -53,7 +53,8 @@ DeviceHandle::DeviceHandle(std::shared_ptr<Backend> backend, SlabRegistrar* regi
       workers_(Workers::make(settings.num_workers)),
       engine_(std::make_unique<DeviceEngine>(backend_, pool_, engine_config(settings),
                                              below(settings, workers_, registrar), std::move(pause))),
-      release_(std::move(release)) {
+      release_(std::move(release)),
+      streams_(py::isinstance<TorchStreams>(release_) ? release_.cast<TorchStreams*>() : nullptr) {
   workers_->set_progress([engine = engine_.get()] { return engine->advance(); });
 }
 
@@ -93,17 +94,25 @@ void DeviceHandle::finish(const Releases& releases) noexcept {
     auto* const object = static_cast<PyObject*>(release.keep);
     if (!release.uses.empty() && !is_host_) {
       try {
-        std::vector<std::pair<int, std::uintptr_t>> uses;
-        for (const Stream& use : release.uses) {
-          uses.emplace_back(use.device, use.handle);
-        }
-        release_(py::handle(object), uses);
+        tell_uses(object, release.uses);
       } catch (py::error_already_set& error) {
         error.discard_as_unraisable("actckpt release of an offloaded tensor");
       }
     }
     Py_DECREF(object);
   }
+}
+
+void DeviceHandle::tell_uses(py::handle keep, const Uses& uses) {
+  if (streams_ != nullptr) {
+    streams_->record(keep.ptr(), uses);
+    return;
+  }
+  std::vector<std::pair<int, std::uintptr_t>> pairs;
+  for (const Stream& use : uses) {
+    pairs.emplace_back(use.device, use.handle);
+  }
+  release_(keep, pairs);
 }
 
 Put DeviceHandle::put_bytes(std::uintptr_t ptr, std::uint64_t nbytes, Stream stream, const py::object& keep,

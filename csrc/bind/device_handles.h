@@ -1,9 +1,9 @@
 // The Python objects for an engine and its tickets.
 //
 // Contract: an engine without a registrar is one of host memory: it has no streams, and its `release` is None.
-// `finish` passes whatever the engine releases to the callable `release(keep, uses)`, with uses a list of
-// (device, stream), and then drops it; empty uses need no call. An exception of `release` is reported as unraisable: it
-// runs in destructors too.
+// `finish` passes whatever the engine releases to `release`, and then drops it; empty uses need no call. `release` is
+// TorchStreams, or a callable `release(keep, uses)` with uses a list of (device, stream). What it raises is reported as
+// unraisable: it runs in destructors too.
 // Thread rule: GIL held unless a function says otherwise. `get` keeps it throughout, so that nobody can drop the
 // reference that it returns before it is counted.
 // Ownership: a handle owns backend, pool and engine; tickets share the handle.
@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "bind/engine.h"
+#include "bind/torch_streams.h"
 #include "engine/memory/pool.h"
 #include "engine/protocol/device_engine.h"
 #include "engine/tiers/disk_tier.h"
@@ -71,6 +72,8 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   void finish(const Releases& releases) noexcept;
 
  private:
+  void tell_uses(py::handle keep, const Uses& uses);
+
   const std::string library_;
   const std::shared_ptr<Backend> backend_;
   const bool is_host_;
@@ -78,6 +81,7 @@ class DeviceHandle : public std::enable_shared_from_this<DeviceHandle> {
   const std::shared_ptr<Workers> workers_;
   std::unique_ptr<DeviceEngine> engine_;
   const py::object release_;
+  TorchStreams* const streams_;  // `release_`; null if it is another callable
 };
 
 class DeviceTicketHandle {

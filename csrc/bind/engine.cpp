@@ -2,6 +2,8 @@
 
 #include "bind/engine.h"
 #include "bind/device_handles.h"
+#include "bind/engine_store.h"
+#include "bind/torch_streams.h"
 #include "engine/errors.h"
 #include "engine/process_memory.h"
 
@@ -28,7 +30,9 @@ void bind_errors(py::module_& module) {
 void bind_engine(py::module_& module) {
   bind_errors(module);
   bind_memory(module);
+  bind_streams(module);
   bind_device(module);
+  bind_stores(module);
   // Keeps the GIL: one system call.
   module.def("fix_mmap_threshold", &fix_mmap_threshold, py::arg("nbytes"));
 }

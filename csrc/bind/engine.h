@@ -17,7 +17,8 @@
 // To prefetch: allocate with `ticket.put_stream` current, and `load` on it with `urgent=False`; False means that there
 // was no need. `unload` releases loaded bytes. `ticket.tier` is "pinned" or "disk". `release(keep, uses)` is called for
 // each source that the engine releases: it must call `record_stream` for each use, and must not refer to the engine. It
-// may run at any call of the engine and in the garbage collector.
+// may run at any call of the engine and in the garbage collector. TorchStreams do so in C++. EngineStore
+// (engine_store.h) does all this for the offload hooks.
 //
 // `put(..., must=False)` never waits, and returns a Kept instead: FULL, nothing has room; BUSY, no bounce buffer is
 // free; BEHIND, copies lag by a window; CAPTURING, the stream is captured into a graph; FAILED and STRANDED, a device

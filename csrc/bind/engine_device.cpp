@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "bind/cpu_store.h"
 #include "bind/device_handles.h"
 #include "bind/engine.h"
 #include "bind/given.h"
@@ -223,10 +222,6 @@ void bind_device(py::module_& module) {
       .def("trim", &DeviceHandle::trim, NoGil())
       .def("stats", &DeviceHandle::stats, NoGil())
       .def("pool_stats", &DeviceHandle::pool_stats, NoGil());
-
-  py::class_<CpuStore, Store, std::shared_ptr<CpuStore>>(module, "CpuStore")
-      .def(py::init<std::shared_ptr<DeviceHandle>>(), py::arg("engine"))
-      .def_property_readonly("engine", &CpuStore::engine);
 
   // Keeps the GIL. Empty if the driver can be opened, else why not.
   module.def(

@@ -46,9 +46,11 @@ namespace actckpt {
   X(forward_done, "forward_done") \
   X(found, "found") \
   X(function, "function") \
+  X(generation, "generation") \
   X(generators, "generators") \
   X(get_state, "get_state") \
   X(globals, "f_globals") \
+  X(index, "index") /* of a device */ \
   X(is_away, "is_away") \
   X(is_complex, "is_complex") \
   X(is_elementwise, "is_elementwise") \
@@ -79,6 +81,7 @@ namespace actckpt {
   X(prefetch, "prefetch") \
   X(put, "put") \
   X(reached_modules, "modules") \
+  X(record_stream, "record_stream") \
   X(release, "release") \
   X(requires_grad_, "requires_grad_") \
   X(restore, "restore") \
@@ -153,13 +156,16 @@ namespace actckpt {
   X(parameter_error) \
   X(script_failure)        /* TorchScript's error text if a hook raised */ \
   X(store_for)             /* (type of device) -> store */ \
+  X(stores)                /* dict: type of device -> (generation of its settings, store) */ \
+  X(settings)              /* dict with the current `generation` */ \
   X(is_owned)              /* by a module whose forward runs */ \
   X(excludes_from_offload) /* list of callables: see actckpt/_core/extensions.py */ \
   X(pack_parts)            /* of a subclass with inner tensors */ \
   X(is_tracing) \
-  X(is_unshared)       /* (tensor) -> whether only this object refers to it and to its memory */ \
-  X(tell_of_writes)    /* (DeviceStats): warns of failed writes */ \
-  X(tell_of_full_file) /* (DeviceEngine, bytes that stay) */ \
+  X(is_unshared)    /* (tensor) -> whether only this object refers to it and to its memory */ \
+  X(tell_of_writes) /* (DeviceStats): warns of failed writes */ \
+  X(tell_of_disk)   /* (Accelerator): warns that its tensors go to disk */ \
+  X(tell_kept)      /* (DeviceEngine, Kept, bytes that stay, Accelerator or None): warns why */ \
   X(max_inflight) \
   X(changed_in_place_error) \
   X(freed_error) \

@@ -1,6 +1,7 @@
 #include "offload/bytes.h"
 
 #include <new>
+#include <utility>
 
 #include "core/reads.h"
 
@@ -11,9 +12,18 @@ struct BytesObject {
   PyObject_HEAD PyObject* storage;
   long long start;
   SourceWatchPointer watch;  // null: not a source
+  py::object tensor;         // on the storage; may be null
 };
 
 PyTypeObject* bytes_type = nullptr;
+
+thread_local bool is_allocating = false;
+
+// Allocates what is loaded, for its lifetime.
+struct Allocating {
+  Allocating() { is_allocating = true; }
+  ~Allocating() { is_allocating = false; }
+};
 
 BytesObject* object_of(PyObject* self) { return reinterpret_cast<BytesObject*>(self); }
 
@@ -31,6 +41,7 @@ void bytes_dealloc(PyObject* self) {
   BytesObject* bytes = object_of(self);
   if (bytes->watch != nullptr) bytes->watch->end();
   bytes->watch.~SourceWatchPointer();
+  bytes->tensor.~object();
   Py_DECREF(bytes->storage);
   PyTypeObject* type = Py_TYPE(self);
   PyObject_Free(self);
@@ -40,6 +51,9 @@ void bytes_dealloc(PyObject* self) {
 PyObject* get_storage(PyObject* self, void*) { return Py_NewRef(object_of(self)->storage); }
 
 PyObject* get_bytes_start(PyObject* self, void*) { return PyLong_FromLongLong(object_of(self)->start); }
+
+// is_loading() -> bool
+PyObject* tell_loading(PyObject*, PyObject*) { return PyBool_FromLong(is_allocating ? 1 : 0); }
 
 // is_source(storage) -> bool
 PyObject* tell_source(PyObject*, PyObject* storage) { return PyBool_FromLong(is_source(storage)); }
@@ -66,8 +80,17 @@ PyType_Spec bytes_spec = {"actckpt._C.Bytes", sizeof(BytesObject), 0, Py_TPFLAGS
 
 PyMethodDef bytes_functions[] = {
     {"is_source", tell_source, METH_O, "is_source(storage): whether a copy out may be reading it."},
+    {"is_loading", tell_loading, METH_NOARGS, "is_loading(): whether this thread is allocating memory to load into."},
     {"allocate_bytes", fast(allocate), METH_FASTCALL, "allocate_bytes(nbytes, device) -> Bytes to read into."},
     {nullptr, nullptr, 0, nullptr}};
+
+// `torch.empty` of a size, without running Python code.
+py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device) {
+  PyObject* arguments[] = {size, dtype, device};
+  PyObject* made = PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device);
+  if (made == nullptr) throw_pending();
+  return py::reinterpret_steal<py::object>(made);
+}
 
 }  // namespace
 
@@ -77,6 +100,7 @@ py::object new_bytes(PyObject* storage, long long start) {
   bytes->storage = Py_NewRef(storage);
   bytes->start = start;
   new (&bytes->watch) SourceWatchPointer();
+  new (&bytes->tensor) py::object();
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(bytes));
 }
 
@@ -95,14 +119,22 @@ bool holds(PyObject* bytes, long long nbytes) {
   return reads().nbytes.number(storage_behind(bytes)) >= start_of(bytes) + nbytes;
 }
 
-py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device) {
-  PyObject* arguments[] = {size, dtype, device};
-  PyObject* made = PyObject_Vectorcall(names().empty, arguments, 1, names().keywords_dtype_device);
-  if (made == nullptr) throw_pending();
-  return py::reinterpret_steal<py::object>(made);
+py::object empty_tensor(PyObject* dtype, PyObject* device) {
+  static PyObject* const zero = PyLong_FromLong(0);
+  return new_tensor(zero, dtype, device);
 }
 
+py::object tensor_over(PyObject* bytes) {
+  if (object_of(bytes)->tensor) return object_of(bytes)->tensor;
+  PyObject* const storage = storage_behind(bytes);
+  const py::object tensor = empty_tensor(names().uint8, attribute(storage, names().device).ptr());
+  return call_method(tensor.ptr(), names().set, storage);
+}
+
+void keep_tensor(PyObject* bytes, py::object tensor) { object_of(bytes)->tensor = std::move(tensor); }
+
 py::object allocate_bytes(long long nbytes, PyObject* device) {
+  const Allocating now;
   const py::object tensor = new_tensor(number(nbytes).ptr(), names().uint8, device);
   return new_bytes(reads().untyped_storage(tensor.ptr()).ptr(), 0);
 }

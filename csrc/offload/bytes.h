@@ -24,8 +24,12 @@ long long start_of(PyObject* bytes);
 // Whether the storage still has `nbytes` from their start: its memory may have been freed.
 bool holds(PyObject* bytes, long long nbytes);
 
-// `torch.empty` of a size, without running Python code.
-py::object new_tensor(PyObject* size, PyObject* dtype, PyObject* device);
+// `torch.empty(0)`, without running Python code.
+py::object empty_tensor(PyObject* dtype, PyObject* device);
+
+// A tensor on the storage, for what only tensors have. Making one takes longer than keeping one that is at hand.
+py::object tensor_over(PyObject* bytes);
+void keep_tensor(PyObject* bytes, py::object tensor);
 
 // New memory, to be read into.
 py::object allocate_bytes(long long nbytes, PyObject* device);

@@ -84,11 +84,6 @@ void check_holds(const MovedObject* self, PyObject* bytes, long long nbytes) {
                   number(start_of(bytes) + nbytes).ptr()));
 }
 
-py::object empty_tensor(PyObject* dtype, PyObject* device) {
-  static PyObject* const zero = PyLong_FromLong(0);
-  return new_tensor(zero, dtype, device);
-}
-
 // `nbytes` from `start` of a storage, as a tensor.
 py::object bytes_at(PyObject* storage, long long start, long long nbytes, PyObject* device) {
   static PyObject* const dense = py::make_tuple(1).release().ptr();

@@ -20,6 +20,7 @@ long long item(PyObject* tuple, Py_ssize_t i) {
 py::object move(const Destination& destination, PyObject* tensor, const TensorExtent& extent, bool may_share) {
   const py::object bytes = new_bytes(extent.storage, extent.start);
   SourceWatchPointer watch = mark_as_source(bytes.ptr());
+  if (!reads().is_cpu.is_true(tensor)) keep_tensor(bytes.ptr(), reads().detach(tensor));  // for `record_stream`
   const py::object device = reads().device(tensor);
   const Source source{bytes.ptr(), watch->address() + extent.start, extent.nbytes, device.ptr()};
   std::unique_ptr<StoreTicket> ticket = destination.store->put(source, destination.must);

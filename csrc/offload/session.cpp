@@ -58,9 +58,19 @@ bool is_on_a_device_that_moves(const SessionObject* session, PyObject* tensor, p
   return true;
 }
 
-// Where tensors of such devices are offloaded to. Throws if no store can take them.
+// The store for tensors of such devices, by the current settings. Throws if no store can take them.
+py::object find_store(PyObject* device_type) {
+  PyObject* const entry = PyDict_GetItemWithError(names().stores, device_type);
+  PyObject* const generation = PyDict_GetItemWithError(names().settings, names().generation);
+  const bool is_ready =
+      entry != nullptr && PyObject_RichCompareBool(PyTuple_GET_ITEM(entry, 0), generation, Py_EQ) == 1;
+  if (!is_ready) return call(names().store_for, device_type);
+  return py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 1));
+}
+
+// Where tensors of such devices are offloaded to.
 Destination destination_for(SessionObject* session, const py::object& device_type) {
-  py::object found = call(names().store_for, device_type.ptr());
+  py::object found = find_store(device_type.ptr());
   if (found.ptr() != session->store_object.ptr()) {
     session->store = store_behind(found.ptr());
     session->store_object = std::move(found);

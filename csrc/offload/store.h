@@ -1,9 +1,12 @@
 // Stores and tickets, as the offload hooks use them.
 //
-// A C++ store (csrc/bind/cpu_store.h) is called directly; any other Python object by the methods of the protocol
-// `Store` in actckpt/_offload/stores.py.
-// Thread rule: GIL held; calls may release it. They throw Python errors only. Ownership: ending a ticket frees its
-// space. The Python objects that own a store and its tickets must outlive them.
+// A C++ store (csrc/bind/engine_store.h) is called directly. Tests give other Python objects: they have a method
+// `put(source, nbytes, *, must)`, which returns None or a ticket, and tickets have the methods below.
+// Thread rule: GIL held; calls may release it. They throw Python errors only. Any thread may call them, also while a
+// compiled function runs: Python that they run is `torch_private.untraced`.
+// Ownership: a store holds a source until its bytes are safe elsewhere; the source must not refer to the ticket. Ending
+// a ticket frees its space. That never waits, and may happen in the garbage collector; a running copy keeps its memory
+// until it ends. The Python object of a store must outlive its tickets.
 #pragma once
 
 #include <memory>

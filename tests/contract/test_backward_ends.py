@@ -325,13 +325,13 @@ class _RecordingStore(PythonStore):
         self._put.append(ticket)
         return ticket
 
-    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> Any:
+    def fetch(self, ticket: Any) -> Any:
         self._note(ticket)
-        return super().fetch(ticket, nbytes, device)
+        return super().fetch(ticket)
 
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> Any:
+    def prefetch(self, ticket: Any) -> Any:
         self._note(ticket)
-        return super().prefetch(ticket, nbytes, device)
+        return super().prefetch(ticket)
 
     def _note(self, ticket: Any) -> None:
         place = next(index for index, each in enumerate(self._put) if each is ticket)

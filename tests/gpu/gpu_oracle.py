@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from offload_oracle import assert_same
 from actckpt import _C, config
 from actckpt._core.devices import CUDA_LIBRARY, Cuda
 from actckpt._offload import stores
-from actckpt._offload.device import DeviceStore, record_streams
+from actckpt._offload.device import DeviceStore
 
 TIERS = ("pinned", "disk")
 Program = Callable[[Callable[[], Any]], Any]
@@ -29,7 +28,7 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
         library=CUDA_LIBRARY,
         limit_bytes=4 << 30 if tier == "pinned" else 0,
         window_bytes=options.pop("window_bytes", 64 << 20),
-        release=partial(record_streams, Cuda()),
+        release=_C.TorchStreams(Cuda()),
         spill_file=file,
         bounce_bytes=bounce_bytes,
     )

@@ -88,11 +88,10 @@ def test_little_or_no_pinned_memory_gives_the_right_gradients(
 def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
     with only("pinned", tmp_path) as engine:
         backend = stores.store_for("cuda")
-        device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(256 * MIB), 256 * MIB)
         assert ticket is not None
         settle()
-        backend.fetch(ticket, 256 * MIB, device)  # nothing to hide the copy behind
+        ticket.fetch()  # nothing to hide the copy behind
         settle()
         assert 256 * MIB / 500e9 < engine.stats().stall_seconds < 1 and engine.stats().num_late >= 1
 
@@ -100,14 +99,13 @@ def test_waits_of_streams_are_measured_on_the_device(tmp_path: Path) -> None:
 def test_a_reload_that_was_begun_early_is_no_stall(tmp_path: Path) -> None:
     with only("disk", tmp_path) as engine:
         backend = stores.store_for("cuda")
-        device = torch.device("cuda", torch.cuda.current_device())
         ticket = backend.put(_bytes(8 * MIB), 8 * MIB)
         assert ticket is not None
         settle()
-        assert backend.prefetch(ticket, 8 * MIB, device)
+        assert ticket.prefetch()
         torch.cuda._sleep(1_000_000_000)
         torch.cuda.synchronize()
         num_late = engine.stats().num_late
-        backend.fetch(ticket, 8 * MIB, device)
+        ticket.fetch()
         settle()
         assert engine.stats().num_prefetched == 1 and engine.stats().num_late == num_late

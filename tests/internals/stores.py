@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from actckpt._core import devices
 from actckpt._core.torch_private import untraced
 from actckpt._offload import session, stores
 from actckpt._offload.cpu import CpuStore
-from actckpt._offload.device import DeviceStore, record_streams
+from actckpt._offload.device import DeviceStore
 
 #: Stores of devices. Tensors of the CPU always go to a file: with "memory", callers copy instead of workers.
 KINDS = ("disk", "memory")
@@ -50,7 +49,7 @@ class TestedDeviceStore(DeviceStore):
             library=accelerator.driver_library or "",
             limit_bytes=limit_bytes if file is None else 0,
             window_bytes=window_bytes,
-            release=partial(record_streams, accelerator),
+            release=_C.TorchStreams(accelerator),
             spill_file=file,
             bounce_bytes=0 if file is None else 16 * _BUFFER_BYTES,
             buffer_bytes=_BUFFER_BYTES,
@@ -60,8 +59,8 @@ class TestedDeviceStore(DeviceStore):
 
     def flush(self) -> None:
         """Wait until all bytes have left."""
-        for index in range(self.accelerator.device_count()):
-            self.accelerator.synchronize(self.accelerator.device_at(index))
+        for index in range(torch.accelerator.device_count()):
+            torch.accelerator.synchronize(index)
         self.poll()
         deadline = time.monotonic() + 60
         while self.engine.stats().inflight_bytes and time.monotonic() < deadline:
@@ -187,12 +186,35 @@ def assert_no_ticket_is_left() -> None:
     assert live_tickets() == 0, "every graph of the test is gone"
 
 
-class PythonStore:
-    """What the hooks do with a store, in Python: one that a test can change. See `stores.Store`."""
+class PythonTicket:
+    """A ticket of a `PythonStore`, which has its methods."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, store: PythonStore, inner: _C.StoreTicket) -> None:
+        self.store, self.inner = store, inner
+
+    @untraced
+    def fetch(self) -> _C.Bytes:
+        return self.store.fetch(self)
+
+    @untraced
+    def prefetch(self) -> _C.Bytes | None:
+        return self.store.prefetch(self)
+
+    @untraced
+    def unload(self) -> None:
+        self.store.unload(self)
+
+    @untraced
+    def saved_again(self, storage: torch.UntypedStorage) -> None:
+        self.inner.saved_again(storage)
+
+
+class PythonStore:
+    """A store whose methods run in Python: one that a test can change. See csrc/offload/store.h."""
+
+    def __init__(self, inner: Tested) -> None:
         self.inner = inner
-        #: What was allocated to be read into.
+        #: What was loaded, or is being loaded.
         self.buffers: list[weakref.ref[torch.UntypedStorage]] = []
 
     @property
@@ -200,37 +222,22 @@ class PythonStore:
         return self.inner.window_bytes
 
     @untraced
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> Any | None:
-        if isinstance(self.inner, DeviceStore):
-            return self.inner.put(source, nbytes, must=must)
-        address = source.storage.data_ptr() + source.start
-        ticket = self.inner.engine.put(address, nbytes, 0, 0, source, must=must)
-        return None if isinstance(ticket, _C.Kept) else ticket
+    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> PythonTicket | None:
+        ticket = self.inner.put(source, nbytes, must=must)
+        return None if ticket is None else PythonTicket(self, ticket)
 
     @untraced
-    def saved_again(self, ticket: Any, device: torch.device, storage: torch.UntypedStorage) -> None:
-        if isinstance(self.inner, DeviceStore):
-            self.inner.saved_again(getattr(ticket, "inner", ticket), device, storage)  # tests may wrap tickets
+    def fetch(self, ticket: PythonTicket) -> _C.Bytes:
+        return self._noted(ticket.inner.fetch())
 
     @untraced
-    def fetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes:
-        if isinstance(self.inner, DeviceStore):
-            return self._noted(self.inner.fetch(ticket, nbytes, device))
-        while (found := ticket.get(0, 0)) is None:
-            self._load(ticket, nbytes, device, urgent=True)
-        assert isinstance(found[0], _C.Bytes)
-        return found[0]
+    def prefetch(self, ticket: PythonTicket) -> _C.Bytes | None:
+        began = ticket.inner.prefetch()
+        return None if began is None else self._noted(began)
 
     @untraced
-    def prefetch(self, ticket: Any, nbytes: int, device: torch.device) -> _C.Bytes | None:
-        if isinstance(self.inner, DeviceStore):
-            began = self.inner.prefetch(ticket, nbytes, device)
-            return None if began is None else self._noted(began)
-        return self._load(ticket, nbytes, device, urgent=False)
-
-    def _load(self, ticket: Any, nbytes: int, device: torch.device, *, urgent: bool) -> _C.Bytes | None:
-        buffer = self._noted(_C.allocate_bytes(nbytes, device))
-        return buffer if ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=urgent) else None
+    def unload(self, ticket: PythonTicket) -> None:
+        ticket.inner.unload()
 
     def _noted(self, made: _C.Bytes) -> _C.Bytes:
         self.buffers.append(weakref.ref(made.storage))

@@ -10,8 +10,6 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from actckpt._C import DeviceEngine, SpillFile
 from actckpt._core.devices import Accelerator
 from actckpt._offload.cpu import CpuStore
@@ -58,7 +56,7 @@ class OneStream(Accelerator):
 
     driver_library = "the mock"
 
-    def stream_handle(self, device: torch.device) -> int:
+    def stream_handle(self, index: int) -> int:
         return 0
 
 

@@ -25,11 +25,14 @@ REASONS = ("kept_full", "kept_failed", "kept_busy", "kept_capturing", "failed_wr
 
 @pytest.fixture(autouse=True)
 def _stores_of_our_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(stores, "_stores", {})
+    before = dict(stores._stores)
+    stores._stores.clear()
     monkeypatch.setattr(notices, "_warned", set())
     actckpt.reset_stats()
     yield
     actckpt.reset_stats()
+    stores._stores.clear()
+    stores._stores.update(before)
 
 
 def _kept() -> dict[str, int]:

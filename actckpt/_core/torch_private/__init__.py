@@ -9,6 +9,7 @@ fails when torch drops one of the names, and says which entry can go when torch 
 
 from actckpt._core.torch_private.accelerators import (
     cuda_has_context,
+    cuda_stream_handle,
     current_accelerator,
     get_memory_label,
     set_memory_label,
@@ -138,6 +139,7 @@ __all__ = [
     "callee_of",
     "compiled_call",
     "cuda_has_context",
+    "cuda_stream_handle",
     "current_accelerator",
     "current_graph_exec_group",
     "current_graph_task_id",

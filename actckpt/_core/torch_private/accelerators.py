@@ -14,6 +14,9 @@ current_accelerator: Callable[[], torch.device | None] = (
 #: Whether a CUDA device has a context; does not create one. Only if torch was built for CUDA.
 cuda_has_context: Callable[[int], bool] | None = optional("torch._C._cuda_hasPrimaryContext")
 
+#: Returns the driver's handle of a device's current stream. Only if torch was built for CUDA.
+cuda_stream_handle: Callable[[int], int] | None = optional("torch._C._cuda_getCurrentRawStream")
+
 #: Sets and gets the label of the next allocations. Missing if torch was not built for CUDA.
 set_memory_label: Callable[[str], None] | None = optional("torch._C._cuda_setMemoryMetadata")
 get_memory_label: Callable[[], str] | None = optional("torch._C._cuda_getMemoryMetadata")

@@ -7,6 +7,11 @@
 #include "engine/protocol/uses.h"
 
 namespace actckpt {
+namespace {
+
+constexpr std::uint64_t kWakeBytes = 256 << 10;
+
+}  // namespace
 
 DeviceEngine::DeviceEngine(std::shared_ptr<Backend> backend, std::shared_ptr<Pool> pool, const DeviceConfig& config,
                            Below below, Pause pause)
@@ -125,10 +130,11 @@ PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket*
   }
   if (!must && spills_.num_free_buffers() < ticket->pieces.size()) {
     ticket->pieces.clear();
+    wake();
     ++stats_.num_kept_busy;
     return PutOutcome::kKeptBusy;
   }
-  if (write_pieces(lock, src, ticket)) {
+  if (write_pieces(lock, src, ticket, must)) {
     return PutOutcome::kTaken;
   }
   spills_.drop(&ticket->pieces);
@@ -137,7 +143,7 @@ PutOutcome DeviceEngine::put_below(Lock& lock, std::uintptr_t src, DeviceTicket*
 }
 
 // False if every buffer is stuck: then waiting is useless.
-bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket) {
+bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, bool must) {
   const Stream out = backend_->side(ticket->device, Side::kOut);
   if (config_.rules.write_out_waits_for_stream) {
     backend_->wait(out, ticket->flight->ready);
@@ -149,15 +155,18 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
       if (!spills_.is_writing()) {
         return false;
       }
-      stats_.num_host_waits += has_waited ? 0 : 1;
-      has_waited = true;
-      wake();
+      if (!std::exchange(has_waited, true)) {
+        ++stats_.num_host_waits;
+        wake_for(0);
+      }
       pause(lock);
       spills_.advance();
     }
     ticket->flight->d2h = piece->d2h;
   }
-  wake();
+  spills_.advance();
+  unwoken_bytes_ += ticket->bytes;
+  wake_for(must ? unwoken_bytes_ : kWakeBytes);
   if (has_waited) {
     const double seconds = watch.seconds();
     stats_.host_wait_seconds += seconds;
@@ -167,8 +176,17 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
 }
 
 void DeviceEngine::wake() {
+  unwoken_bytes_ = 0;
   if (wake_ != nullptr) {
     wake_();
+  }
+}
+
+// To wake a worker takes longer than to copy a few pages, which a caller that waits does itself. Only workers notice
+// that a device has copied.
+void DeviceEngine::wake_for(std::uint64_t bytes) {
+  if (bytes >= kWakeBytes || spills_.is_copying()) {
+    wake();
   }
 }
 
@@ -193,7 +211,9 @@ bool DeviceEngine::use(const DeviceTicketPtr& ticket, Stream stream) {
   if (ticket->flight == nullptr || ticket->flight->keep == nullptr) {
     return false;
   }
-  add_use(&ticket->flight->uses, stream);
+  if (config_.rules.later_saves_are_uses) {
+    add_use(&ticket->flight->uses, stream);
+  }
   return true;
 }
 
@@ -316,7 +336,7 @@ void DeviceEngine::begin_load(DeviceTicket* ticket, const LandingPtr& landing, s
   if (!ticket->pieces.empty()) {
     spills_.load(ticket->pieces, landing, dst, side == Side::kUrgent);
     spills_.advance();
-    wake();
+    wake_for(side == Side::kUrgent ? ticket->bytes : kWakeBytes);
     return;
   }
   if (config_.rules.reload_waits_for_write_out) {

@@ -217,9 +217,10 @@ class DeviceEngine {
   Put begin_put(Lock& lock, std::uintptr_t src, const DeviceTicketPtr& ticket, KeepAlive keep, bool must,
                 Releases* releases);
   PutOutcome put_below(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, bool must);
-  bool write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket);
+  bool write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ticket, bool must);
   void pause(Lock& lock);
   void wake();
+  void wake_for(std::uint64_t bytes);
   void settle(Releases* releases);
   void settle_device(int device, Fly* fly, Releases* releases);
   void bury_dropped(Releases* releases);
@@ -255,6 +256,7 @@ class DeviceEngine {
   std::vector<Block> stranded_slots_;
   std::vector<Pieces> stranded_pieces_;
   bool failed_ = false;
+  std::uint64_t unwoken_bytes_ = 0;  // that workers were not woken for
   DeviceStats stats_;
   Window window_;
 

@@ -7,6 +7,7 @@
 namespace actckpt {
 
 struct ProtocolRules {
+  bool later_saves_are_uses = true;               // line 2
   bool write_out_waits_for_stream = true;         // line 4: D waits for record(S)
   bool slot_owner_waits = true;                   // lines 4, 12: D waits for the slot's last events
   bool reused_slots_keep_fences = true;           // NOTE [Unpassed fences]
@@ -35,6 +36,7 @@ struct NamedRule {
 };
 
 inline constexpr NamedRule kNamedRules[] = {
+    {"later_saves_are_uses", &ProtocolRules::later_saves_are_uses},
     {"write_out_waits_for_stream", &ProtocolRules::write_out_waits_for_stream},
     {"slot_owner_waits", &ProtocolRules::slot_owner_waits},
     {"reused_slots_keep_fences", &ProtocolRules::reused_slots_keep_fences},

@@ -106,6 +106,7 @@ class Spills {
   // Throws DeviceError. True while any copy is pending.
   bool advance();
   bool is_busy() const { return !writing_.empty() || !draining_.empty() || is_fetching(); }
+  bool is_copying() const { return !writing_.empty(); }  // the device still copies out
   bool is_fetching() const { return !fetches_.empty() || !fetching_.empty(); }
   bool is_writing() const { return !writing_.empty() || !draining_.empty(); }
 

@@ -46,13 +46,12 @@ void Workers::submit(Job job, bool urgent) {
   const Lock lock(mutex_);
   start(lock);
   (urgent ? urgent_ : jobs_).push_back(std::move(job));
-  changed_.notify_one();
 }
 
 void Workers::wake() {
   const Lock lock(mutex_);
   start(lock);
-  if (!std::exchange(is_awake_, true)) {
+  if (!std::exchange(is_awake_, true) || has_jobs()) {
     changed_.notify_one();
   }
 }
@@ -83,6 +82,9 @@ void Workers::work() {
   Lock lock(mutex_);
   while (!is_stopped_) {
     if (Job job = take_job()) {
+      if (has_jobs()) {
+        changed_.notify_one();
+      }
       lock.unlock();
       job();
       job = nullptr;  // releases its captures without the lock
@@ -100,13 +102,13 @@ void Workers::work() {
 void Workers::watch(Lock& lock) {
   is_watched_ = true;
   auto pause = kFirstPause;
-  while (!is_stopped_ && is_awake_ && urgent_.empty() && jobs_.empty()) {
+  while (!is_stopped_ && is_awake_ && !has_jobs()) {
     is_awake_ = false;  // a wake during `progress` counts
     lock.unlock();
     const bool is_busy = progress_();
     lock.lock();
     is_awake_ = is_awake_ || is_busy;
-    if (is_awake_ && !is_stopped_ && urgent_.empty() && jobs_.empty()) {
+    if (is_awake_ && !is_stopped_ && !has_jobs()) {
       changed_.wait_for(lock, pause);
       pause = std::min(2 * pause, kLongestPause);
     }

@@ -1,7 +1,8 @@
 // Threads that copy between memory and the spill file.
 //
-// Contract: jobs are started in order, urgent ones first. After each job, and repeatedly from `wake` on until it
-// returns false, one of the threads calls `progress`: this notices device events without anybody waiting for them.
+// Contract: jobs are started in order, urgent ones first, from the next `wake` on: to wake a thread takes longer than
+// to copy a few pages, and whoever waits may run jobs. After each job, and repeatedly from `wake` on until it returns
+// false, one of the threads calls `progress`: this notices device events without anybody waiting for them.
 // Threads start with the first job or wake. `stop` joins; jobs that were not started are never run by a thread.
 // Thread rule: any thread; the calls take a leaf lock. `progress` is called with no lock held. Jobs must not throw. If
 // the system refuses threads, the granted ones do all. With none, those who wait run the jobs (`run_one`).
@@ -54,6 +55,7 @@ class Workers {
   void work();
   void watch(Lock& lock);
   Job take_job();
+  bool has_jobs() const { return !urgent_.empty() || !jobs_.empty(); }
 
   const int num_threads_;
   const ForkGuard fork_guard_;

@@ -12,7 +12,7 @@ Importing it makes `torch.sim`, which has the names of `torch.cuda`, and makes `
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,14 +71,12 @@ def handle_of(stream: torch.Stream) -> int:
     return int(_device.stream_handle(stream.device_index, stream.stream_id))
 
 
-def stream_handle(device: torch.device) -> int:
-    """Return the native handle of the stream that is current on `device`; 0 for the default one."""
-    return handle_of(torch.accelerator.current_stream(device))
+#: Returns the native handle of the stream that is current on a device, by its index; 0 for the default one.
+current_handle: Callable[[int], int] = _device.current_handle
 
 
-def stream_at(handle: int, device: torch.device) -> torch.Stream:
+def stream_at(handle: int, index: int) -> torch.Stream:
     """Return the stream of a native handle, one of torch's or of the driver's."""
-    index = torch.accelerator.current_device_index() if device.index is None else device.index
     return torch.Stream(stream_id=_device.stream_id(index, handle), device_index=index, device_type=_PRIVATE_USE_1)
 
 

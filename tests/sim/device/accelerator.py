@@ -28,14 +28,11 @@ class Simulated(devices.Accelerator):
     def is_integrated(self) -> bool:
         return bool(torch.sim.get_device_properties().is_integrated)
 
-    def stream_handle(self, device_: torch.device) -> int:
-        return device.stream_handle(device_)
+    stream_handle = staticmethod(device.current_handle)  # a function in C++, as of CUDA's devices
+    stream_at = staticmethod(device.stream_at)
 
     def host_seconds(self) -> float:
         return 0.0  # work of the host takes no simulated time, whatever it knows to have ended
-
-    def stream_at(self, handle: int, device_: torch.device) -> torch.Stream:
-        return device.stream_at(handle, device_)
 
 
 @contextmanager

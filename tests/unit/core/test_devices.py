@@ -328,13 +328,12 @@ def test_an_accelerator_that_has_no_autocast_is_not_asked_for_it(monkeypatch: py
 
 def test_streams_are_found_again_by_their_handles(there: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {index: SimpleNamespace(native_handle=7) for index in (0, 1)}
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: made[device.index])
+    monkeypatch.setattr(torch.accelerator, "current_stream", made.__getitem__)
     for index in made:
-        device = there.device_at(index)
-        assert there.stream_handle(device) == 7
-        assert there.stream_at(7, device) is made[index]
+        assert there.stream_handle(index) == 7
+        assert there.stream_at(7, index) is made[index]
     with pytest.raises(KeyError):
-        there.stream_at(8, there.device_at(0))
+        there.stream_at(8, 0)
 
 
 # Memory.

@@ -50,15 +50,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[sim.MockCuda]:
     assert mock.faults == []
 
 
-class _Source:
-    """A stretch of the mock's device, in place of `Bytes`."""
+def _address(number: int) -> int:
+    """Return where a stretch of the mock's device begins."""
+    return (1 << 60) + number * (64 << 20)
 
-    start = 0
 
-    def __init__(self, number: int, nbytes: int) -> None:
-        address = (1 << 60) + number * (64 << 20)
-        self.nbytes = nbytes
-        self.storage = SimpleNamespace(data_ptr=lambda: address, device=torch.device("cuda", 0))
+def _source(number: int) -> _C.Bytes:
+    storage: Any = SimpleNamespace(data_ptr=lambda: _address(number), device=torch.device("cuda", 0))
+    return _C.Bytes(storage, 0)
 
 
 def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: int) -> tuple[list[str], Any]:
@@ -66,8 +65,9 @@ def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: 
     store = DeviceStore.from_settings(settings, "cuda")
     places, tickets = [], []
     for number in range(count):
-        ticket = store.put(_Source(number, nbytes), nbytes)  # type: ignore[arg-type]
-        places.append("device" if ticket is None else ticket.tier)
+        ticket = store.put(_source(number), nbytes)
+        assert ticket is None or isinstance(ticket, _C.EngineTicket)
+        places.append("device" if ticket is None else ticket.inner.tier)
         tickets.append(ticket)
         for _ in range(8):
             mock.drain()
@@ -77,9 +77,9 @@ def _put_all(mock: sim.MockCuda, settings: config.Settings, count: int, nbytes: 
         assert held <= (settings.host_limit or 0), "never more pinned than allowed"
     for number, ticket in enumerate(tickets):
         if ticket is not None:
-            buffer = _Source(100 + number, nbytes)
-            assert ticket.load(0, 0, buffer.storage.data_ptr(), buffer, urgent=True)
-            assert ticket.get(0, 0) == (buffer, False)
+            buffer = object()
+            assert ticket.inner.load(0, 0, _address(100 + number), buffer, urgent=True)
+            assert ticket.inner.get(0, 0) == (buffer, False)
     return places, store
 
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from internals.stores import PythonStore, settle, store_in_memory, using
+from internals.stores import PythonStore, PythonTicket, settle, store_in_memory, using
 from oracle import assert_equal, leaf
 
 import actckpt
 from actckpt import _C
-
-
-class _Ticket:
-    def __init__(self, inner: Any, errors: list[Exception]) -> None:
-        self.inner, self.errors = inner, errors
-
-    def unload(self) -> None:
-        self.inner.unload()
-        if self.errors:
-            raise self.errors.pop()
 
 
 class _FailingUnloads(PythonStore):
@@ -28,14 +16,10 @@ class _FailingUnloads(PythonStore):
 
     errors: list[Exception]
 
-    def put(self, source: _C.Bytes, nbytes: int, *, must: bool = True) -> _Ticket:
-        return _Ticket(super().put(source, nbytes, must=must), self.errors)
-
-    def fetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes:
-        return super().fetch(ticket.inner, nbytes, device)
-
-    def prefetch(self, ticket: _Ticket, nbytes: int, device: torch.device) -> _C.Bytes | None:
-        return super().prefetch(ticket.inner, nbytes, device)
+    def unload(self, ticket: PythonTicket) -> None:
+        super().unload(ticket)
+        if self.errors:
+            raise self.errors.pop()
 
 
 def test_an_unload_that_fails_at_the_end_of_backward_leaves_no_other_tensor_behind() -> None:

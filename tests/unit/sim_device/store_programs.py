@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import sim
 import torch
@@ -22,11 +21,25 @@ from sim.device.accelerator import Simulated
 
 from actckpt import _C
 from actckpt._core import devices
-from actckpt._offload import device as device_store
 from actckpt._offload.device import DeviceStore
 
 _SIZES = (1024, 1024, 4096, 16384)
 _KIND = torch.Stream(device="sim").device_type
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+#: The call of the store that runs, by its name; empty outside of calls.
+running = ""
+
+
+def _call(method: Callable[_Given, _Result], *given: _Given.args, **named: _Given.kwargs) -> _Result:
+    """Call a method of the store or of a ticket."""
+    global running
+    running = method.__name__
+    try:
+        return method(*given, **named)
+    finally:
+        running = ""
 
 
 def stream(index: int, number: int) -> torch.Stream:
@@ -42,7 +55,7 @@ class Saved:
     value: float
     numel: int
     home: torch.Stream
-    ticket: _C.DeviceTicket | None
+    ticket: _C.StoreTicket | None
     kept: torch.Tensor | None
     readers: list[torch.Stream] = field(default_factory=list)
 
@@ -84,7 +97,7 @@ class Program:
         saved = Saved(tensor.device, float(self._num_made), tensor.numel(), home, None, None)
         with user:
             source = _C.Bytes(tensor.untyped_storage(), 0)
-            saved.ticket = self._store.put(source, tensor.nbytes, must=self._random.random() < 0.7)
+            saved.ticket = _call(self._store.put, source, tensor.nbytes, must=self._random.random() < 0.7)
             self._use(tensor, saved.value)
         if saved.ticket is None:
             saved.kept = tensor
@@ -97,7 +110,7 @@ class Program:
         other = self._on(saved.place.index)
         other.wait_stream(saved.home)
         with other:
-            self._store.saved_again(saved.ticket, saved.place, tensor.untyped_storage())
+            _call(saved.ticket.saved_again, tensor.untyped_storage())
             self._use(tensor, saved.value)
 
     def _use(self, tensor: torch.Tensor, value: float) -> None:
@@ -117,16 +130,16 @@ class Program:
         if saved.ticket is None:
             assert saved.kept is not None
             return saved.kept
-        found = self._store.fetch(saved.ticket, 4 * saved.numel, saved.place)
+        found = _call(saved.ticket.fetch)
         tensor = torch.empty(0, device=saved.place)
         return tensor.set_(found.storage, found.start // 4, (saved.numel,), (1,))
 
     def _prefetch(self) -> None:
-        tickets = [saved for saved in self._saved if saved.ticket is not None]
+        tickets = [(saved.place.index, saved.ticket) for saved in self._saved if saved.ticket is not None]
         if tickets:
-            saved = self._random.choice(tickets)
-            assert saved.ticket is not None
-            self._store.prefetch(saved.ticket, 4 * saved.numel, saved.place)
+            index, ticket = self._random.choice(tickets)
+            with self._on(index):
+                _call(ticket.prefetch)
 
     def _unload(self) -> None:
         tickets = [saved.ticket for saved in self._saved if saved.ticket is not None]
@@ -156,14 +169,17 @@ class Program:
 
 
 @contextmanager
-def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_store) -> Iterator[DeviceStore]:
+def store(
+    seed: int, folder: str, rule: str = "", make_accelerator: Callable[[], Simulated] = Simulated
+) -> Iterator[DeviceStore]:
     """Make a store over the simulated device, with room that its seed says, whose engine leaves out a rule.
 
     Half of them have little pinned memory, and half of those a disk below it that fails at some write. There are no
     threads: what workers do is done where the engine waits, and at `poll`.
 
     Args:
-        module: where the store is: that of the package, or one that was made from it.
+        rule: see `sim.driver_without`.
+        make_accelerator: what makes the accelerator of the store.
     """
     own = random.Random(seed)
     is_small, fails = own.random() < 0.5, own.random() < 0.5
@@ -172,12 +188,12 @@ def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_st
         failing = sim.Faults()
         failing.fail_write_at, failing.write_errno = own.randrange(20), errno.EIO
         io.set(failing)
-    accelerator = Simulated()
+    accelerator = make_accelerator()
     engine = _C.DeviceEngine.cuda(
         driver=sim.driver_without(device.library_path, rule),
         limit_bytes=own.choice([1 << 15, 1 << 17]) if is_small else 1 << 22,
         window_bytes=own.choice([1 << 13, 1 << 15, 1 << 17]),
-        release=partial(module.record_streams, accelerator),
+        release=_C.TorchStreams(accelerator),
         spill_file=sim.spill_file(folder, io),
         bounce_bytes=1 << 18,
         buffer_bytes=1 << 14,
@@ -185,7 +201,7 @@ def store(seed: int, folder: str, rule: str = "", module: ModuleType = device_st
     )
     undo = devices.register(accelerator)
     try:
-        yield module.DeviceStore(engine, accelerator)
+        yield DeviceStore(engine, accelerator)
     finally:
         device.settle()
         engine.poll()  # what it holds goes while the accelerator is known

@@ -36,7 +36,7 @@ def test_elapsed_times_are_those_of_the_simulated_clock() -> None:
         side = driver.new_stream()
         events = [driver.made("cuEventCreate", 0) for _ in range(2)]
         assert driver.call("cuEventRecord", events[0], side) == 0
-        device.advance(0.25, device.stream_at(side, torch.device("sim:0")))
+        device.advance(0.25, device.stream_at(side, 0))
         assert driver.call("cuEventRecord", events[1], side) == 0
         elapsed = ctypes.c_float()
         assert driver.call("cuEventElapsedTime", ctypes.byref(elapsed), *events) == 0

@@ -1,20 +1,19 @@
 """The store of device tensors over the simulated device: right as it is, and caught as soon as anything is left out.
 
 The engine, its CUDA backend, the store and the accelerator are the package's. What is left out is generated: each rule
-of the engine's protocol, and each call of the store that orders streams.
+of the engine's protocol, and each call of an accelerator or a tensor that orders streams.
 """
 
 from __future__ import annotations
 
-import ast
 import gc
 import inspect
 import re
 import tempfile
 import typing
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,13 +21,13 @@ import sim
 import store_programs
 import torch
 from sim import device
-from sim.device.accelerator import offloading
+from sim.device.accelerator import Simulated, offloading
 from torch import nn
 
 import actckpt
 from actckpt import _C
 from actckpt._core import devices
-from actckpt._offload import device as device_store, stores
+from actckpt._offload import stores
 from actckpt._offload.device import DeviceStore
 from actckpt.errors import ActckptError
 
@@ -58,57 +57,71 @@ def _ordering_calls() -> set[str]:
     return set(re.findall(r"def (\w+)\(", section))
 
 
-def _nothing(name: str, *given: Any) -> Any:
-    """Return what stands for an ordering call: nothing is done, and only default streams are known."""
-    result = typing.get_type_hints(getattr(devices.Accelerator, name))["return"]
-    if result is int:
-        return 0
-    if result is torch.Stream:
-        return torch.sim.default_stream(given[-1])
-    return None if result is type(None) else nullcontext()
-
-
-class _LeaveOut(ast.NodeTransformer):
-    """Leaves out one of the calls that order streams: of the accelerator, `record_streams`, and `use` (line 2)."""
-
-    def __init__(self, place: int | None) -> None:
-        self.found: list[str] = []
-        self._place, self._within = place, ""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        self._within = node.name
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        of, _, name = ast.unparse(node.func).rpartition(".")
-        if name in _ordering_calls() and of.endswith("accelerator"):
-            left_out: ast.expr = ast.Call(ast.Name("_nothing", ast.Load()), [ast.Constant(name), *node.args], [])
-        elif name in ("record_streams", "use"):
-            left_out = ast.Constant(True)
-        else:
-            return self.generic_visit(node)
-        self.found.append(f"{name} in {self._within}")
-        return left_out if len(self.found) - 1 == self._place else self.generic_visit(node)
-
-
-def _store_without(place: int | None) -> tuple[ModuleType, list[str]]:
-    """Return the module of the store without an ordering call, by its place in the source, and all such calls."""
-    mutation, module = _LeaveOut(place), ModuleType("mutated")
-    tree = mutation.visit(ast.parse(inspect.getsource(device_store)))
-    vars(module)["_nothing"] = _nothing
-    exec(compile(ast.fix_missing_locations(tree), device_store.__file__, "exec"), vars(module))
-    return module, mutation.found
-
-
-_CALLS = _store_without(None)[1]
-#: This decides who waits, and no order of memory: see the test of the stream that asks for room.
-_OF_TIME = {"stream_handle in make_room"}
+#: What is asked of an accelerator and of tensors, and in which call of the store. The stream of a handle is asked for
+#: once.
+CALLS = {
+    "stream_handle in put",
+    "stream_handle in saved_again",
+    "stream_handle in fetch",
+    "stream_handle in prefetch",
+    "stream_at",
+    "on_stream in prefetch",
+    "record_stream in put",
+    "record_stream in saved_again",
+    "record_stream in fetch",
+}
 #: What others than the store call: measurements synchronize, and tests/unit/core/test_devices.py leaves out the other.
 _OF_OTHERS = {"synchronize", "is_capturing"}
 
 
-def test_every_ordering_call_is_left_out_somewhere() -> None:
-    assert {call.partition(" ")[0] for call in _CALLS} | _OF_OTHERS == _ordering_calls() | {"record_streams", "use"}
+class _Asked:
+    """Which calls that order streams were made; leaves out one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, left_out: str = "") -> None:
+        self.calls: set[str] = set()
+        self._left_out = left_out
+        record = torch.Tensor.record_stream
+        monkeypatch.setattr(torch.Tensor, "record_stream", self._instead("record_stream", record, lambda *_: None))
+
+    def accelerator(self) -> Simulated:
+        asked = Simulated()
+        for name in _ordering_calls():
+            method = getattr(asked, name)
+            result = typing.get_type_hints(getattr(devices.Accelerator, name))["return"]
+            nothing = {int: lambda *_: 0, torch.Stream: lambda _, index: torch.sim.default_stream(index)}
+            setattr(asked, name, self._instead(name, method, nothing.get(result, lambda *_: nullcontext())))
+        return asked
+
+    def _instead(self, name: str, method: Callable[..., Any], nothing: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*given: Any) -> Any:
+            is_once = name == "stream_at" or not store_programs.running
+            call = name if is_once else f"{name} in {store_programs.running}"
+            self.calls.add(call)
+            return (nothing if call == self._left_out else method)(*given)
+
+        return ask
+
+
+def test_every_ordering_call_is_left_out_somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = _Asked(monkeypatch)
+    for seed in range(20):
+        with store_programs.store(seed, str(tmp_path), make_accelerator=asked.accelerator) as store:
+            assert store_programs.run_program(seed, store) == [], seed
+    assert {call.partition(" ")[0] for call in CALLS} | _OF_OTHERS == _ordering_calls() | {"record_stream"}
+    assert asked.calls >= CALLS
+
+
+@pytest.mark.parametrize("call", sorted(CALLS))
+def test_leaving_out_a_call_that_orders_streams_is_caught(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = _Asked(monkeypatch, call)
+
+    def is_caught(seed: int) -> bool:
+        with store_programs.store(seed, str(tmp_path), make_accelerator=asked.accelerator) as store:
+            return bool(store_programs.run_program(seed, store))
+
+    assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
 
 
 def _copied_out(nbytes: int = 4000) -> tuple[DeviceStore, torch.Stream]:
@@ -133,19 +146,6 @@ def test_the_stream_that_asks_for_room_waits() -> None:
         assert begin.elapsed_time(end) == pytest.approx(1000.0)
         assert begin.elapsed_time(other) < 1.0
         assert store.engine.stats().inflight_bytes == 0
-
-
-@pytest.mark.parametrize(
-    "place", [place for place, call in enumerate(_CALLS) if call not in _OF_TIME], ids=lambda place: _CALLS[place]
-)
-def test_leaving_out_a_call_that_orders_streams_is_caught(place: int, tmp_path: Path) -> None:
-    module = _store_without(place)[0]
-
-    def is_caught(seed: int) -> bool:
-        with store_programs.store(seed, str(tmp_path), module=module) as store:
-            return bool(store_programs.run_program(seed, store))
-
-    assert any(is_caught(seed) for seed in range(NUM_PROGRAMS))
 
 
 def _gradients(model: nn.Module, num_steps: int = 2, **options: Any) -> list[torch.Tensor]:

@@ -27,6 +27,10 @@ void bind_streams(py::module_& module) {
     const Lock lock = lock_machine();
     return reinterpret_cast<std::uintptr_t>(handle_of(found(lock, device, id)));
   });
+  module.def("current_handle", [](int device) {
+    const Stream* const stream = current_stream(index_of(static_cast<c10::DeviceIndex>(device)));
+    return reinterpret_cast<std::uintptr_t>(handle_of(stream));
+  });
   module.def("stream_id", [](int device, std::uintptr_t handle) {
     const Lock lock = lock_machine();
     const Stream* const stream =
