@@ -12,7 +12,9 @@ import itertools
 import pytest
 import sim
 
-RULES = sim.rules()
+#: The programs here tell the allocator of every use; tests/unit/sim_device leaves this one out.
+OF_ALLOCATORS = {"later_saves_are_uses"}
+RULES = sorted(set(sim.rules()) - OF_ALLOCATORS)
 #: Leaving it out orders all accesses as before, and keeps the wrong bytes.
 VALUE_RULES = {"failed_drain_keeps_bytes"}
 
@@ -48,7 +50,7 @@ def test_leaving_out_a_rule_is_caught(rule: str) -> None:
 
 
 def test_the_rules_of_the_protocol_are_all_there() -> None:
-    assert len(set(RULES)) == len(RULES) == 19
+    assert len(set(sim.rules())) == len(sim.rules()) == 20
     with pytest.raises(ValueError, match="no protocol rule is called 'no such rule'"):
         sim.run_on_mock_cuda(0, "no such rule")
 
