@@ -18,6 +18,8 @@ from actckpt.planner.fields import as_table, check_names, missing, plain_data, r
 __all__ = ["BLOCK_INPUT", "COST_TABLE_VERSION", "BlockClass", "CostTable", "Moment", "Segment", "Value"]
 
 COST_TABLE_VERSION = 1
+#: Fields that an earlier actckpt wrote into tables without a disk, as 0.
+_RETIRED = {"disk_bytes", "disk_write_bytes_per_s", "disk_read_bytes_per_s"}
 #: Name of the value that is the input of its block.
 BLOCK_INPUT = "x0"
 #: Bytes that may be below zero, and limits, which may be larger than any memory.
@@ -178,7 +180,7 @@ class Moment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CostTable:
-    """Bytes and seconds of a stack of blocks, and the links to host memory and disk.
+    """Bytes and seconds of a stack of blocks, and the links to host memory.
 
     Make one with `from_dict` or `from_json`, which check what they read; the constructor checks nothing.
     """
@@ -191,9 +193,6 @@ class CostTable:
     h2d_bytes_per_s: float = 0.0
     #: None: no limit.
     host_bytes: float | None = dataclasses.field(default=None, metadata=_LIMIT)
-    disk_bytes: float = dataclasses.field(default=0.0, metadata=_LIMIT)
-    disk_write_bytes_per_s: float = 0.0
-    disk_read_bytes_per_s: float = 0.0
     #: The cycle, in the order of time; None: the stack runs forward, then backward.
     segments: tuple[Segment, ...] | None = None
 
@@ -270,7 +269,7 @@ class CostTable:
             0.30000000000000004
         """
         where = "cost table"
-        given = dict(as_table(table, where))
+        given = {key: each for key, each in as_table(table, where).items() if each != 0 or key not in _RETIRED}
         version = given.pop("version", None)
         if version is None:
             raise missing("version", where)
@@ -286,13 +285,12 @@ class CostTable:
                 raise CostTableError(
                     f"{where}.segments[{number}] names a block that is not there. Their numbers are 0 to {entries[-1]}."
                 )
-        for names in (("d2h_bytes_per_s", "h2d_bytes_per_s"), ("disk_write_bytes_per_s", "disk_read_bytes_per_s")):
-            absent, there = sorted(names, key=lambda name: getattr(costs, name))
-            if getattr(costs, absent) == 0 < getattr(costs, there):
-                raise CostTableError(
-                    f"{where}.{there} is {getattr(costs, there)}, but {absent} is 0: nothing could go there and come "
-                    "back. Give both, or neither."
-                )
+        absent, there = sorted(("d2h_bytes_per_s", "h2d_bytes_per_s"), key=lambda name: getattr(costs, name))
+        if getattr(costs, absent) == 0 < getattr(costs, there):
+            raise CostTableError(
+                f"{where}.{there} is {getattr(costs, there)}, but {absent} is 0: nothing could go there and come "
+                "back. Give both, or neither."
+            )
         return costs if costs.segments else dataclasses.replace(costs, segments=None)
 
     @classmethod

@@ -135,7 +135,6 @@ def _draw_spans(axes: Axes, plan: Plan) -> None:
     step = simulate(plan.costs, plan)
     colours = {"forward": COLOURS[2], "backward": COLOURS[3], "recompute": COLOURS[1], "wait": COLOURS[5]}
     rows: list[tuple[str, Sequence[Span]]] = [("compute", step.compute), ("to host", step.d2h), ("from host", step.h2d)]
-    rows += [(name, spans) for name, spans in (("to disk", step.disk_write), ("from disk", step.disk_read)) if spans]
     for height, (_, spans) in enumerate(rows):
         bars = [(1e3 * span.start_s, 1e3 * (span.end_s - span.start_s)) for span in spans]
         axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=[colours.get(span.what, COLOURS[6]) for span in spans])

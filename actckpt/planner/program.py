@@ -13,8 +13,7 @@ has begun, D_s what was copied out and B_s what was copied back by the end of s:
     memory       base_s + sum of K_j alive in s + (H_s - D_s) + (B_s - C_s) + own_s <= what there is
     copies out   D_s <= H_s, D_s <= D_(s-1) + d2h (seconds_s + wait_s), D = H where a backward begins
     copies back  B_s <= B_(s-1) + h2d (seconds_s + recompute_s + wait_s), C_s <= B_s, nothing is back before it is out
-    host         all O_j <= host bytes; with a disk, W <= D of them go on to it and R <= W come back, on links of its
-                 own, so that 0 <= D - W - B + R <= host bytes at any time
+    host         all O_j <= host bytes
 
 base_s is one of three: the entry that runs keeps all that backward needs, is replayed, or runs again. own_s is what it
 holds itself, up to a limit, in its forward; in its backward that is in the base. What drains while a forward runs
@@ -159,22 +158,13 @@ class Program:
 
     def _memory(self, *, has_links: bool) -> None:
         """Add a row for each segment, with what is on its way."""
-        gone, on_disk = [entry.gone for entry in self._entries], self._on_disk()
-        links = _Links(self._program, self._costs, self._per_byte, self._per_second, gone) if has_links else None
-        for moment in self._costs.moments:
+        costs, gone = self._costs, [entry.gone for entry in self._entries]
+        links = _Links(self._program, costs, self._per_byte, self._per_second, gone) if has_links else None
+        for moment in costs.moments:
             moving = [] if links is None else links.run(moment, self._longer(moment.consumed))
             self._memory_row(moment.segment, moving)
-        if links is not None and _has_disk(self._costs):
-            self._program.row([(links.written, 1.0), (on_disk, -1.0)], 0.0, 0.0)
-
-    def _on_disk(self) -> int:
-        """Add the bytes that go on to the disk, and what host memory and disk have room for."""
-        costs = self._costs
-        found = self._program.variable(costs.disk_bytes * self._per_byte if _has_disk(costs) else 0.0)
         if costs.host_bytes is not None:
-            gone = [(entry.gone, 1.0) for entry in self._entries]
-            self._program.row([*gone, (found, -1.0)], upper=costs.host_bytes * self._per_byte)
-        return found
+            self._program.row([(each, 1.0) for each in gone], upper=costs.host_bytes * self._per_byte)
 
     def _longer(self, entries: tuple[int, ...]) -> Terms:
         """Return the seconds that entries take longer for what they do."""
@@ -243,11 +233,6 @@ class Program:
         return Choice(tuple(actions), tuple(rerun))
 
 
-def _has_disk(costs: CostTable) -> bool:
-    """Return whether what host memory has no room for goes on to a disk."""
-    return min(costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) > 0 and costs.host_bytes is not None
-
-
 class _Links:
     """What was handed over, copied out, copied back and needed again by the end of the last segment so far.
 
@@ -263,7 +248,6 @@ class _Links:
         self._per_byte, self._per_second = per_byte, per_second
         self._is_backward = False
         self._handed = self._consumed = self._out = self._back = program.variable(0.0)
-        self.written = self._read = self._out
 
     def run(self, moment: Moment, recompute: Terms) -> Terms:
         """Add what is moved in a segment; return the bytes that are on their way at its peak.
@@ -280,25 +264,16 @@ class _Links:
         if not moment.is_backward:
             self._out = self._moved(self._out, costs.d2h_bytes_per_s, moment.seconds, wait)
             row([(self._out, 1.0), (self._handed, -1.0)], upper=0.0)
-            if _has_disk(costs):
-                self.written = self._moved(self.written, costs.disk_write_bytes_per_s, moment.seconds, wait)
-                self._in_host()
         else:
             if not self._is_backward:  # all is out
                 row([(self._out, 1.0), (self._handed, -1.0)], lower=0.0)
-            self._read_back(0.0, wait)  # what a backward needs is back when it begins
+            self._back = self._moved(self._back, costs.h2d_bytes_per_s, 0.0, wait)  # what it needs is back at its begin
             row([(self._back, 1.0), (self._consumed, -1.0)], lower=0.0)
-            self._read_back(moment.seconds, recompute)
+            self._back = self._moved(self._back, costs.h2d_bytes_per_s, moment.seconds, recompute)
             if len(moment.readable) < len(self._gone):
                 row([(self._back, 1.0), *((self._gone[index], -1.0) for index in moment.readable)], upper=0.0)
         self._is_backward = moment.is_backward
         return [(self._handed, 1.0), (self._out, -1.0), (self._back, 1.0), (self._consumed, -1.0)]
-
-    def _read_back(self, seconds: float, longer: Terms) -> None:
-        self._back = self._moved(self._back, self._costs.h2d_bytes_per_s, seconds, longer)
-        if _has_disk(self._costs):
-            self._read = self._moved(self._read, self._costs.disk_read_bytes_per_s, seconds, longer)
-            self._in_host()
 
     def _moved(self, before: int, bytes_per_s: float, seconds: float, longer: Terms) -> int:
         """Add what a link has moved after some seconds, and longer by these terms."""
@@ -308,8 +283,3 @@ class _Links:
         self._program.row([(after, 1.0), (before, -1.0), *slower], upper=rate * seconds * self._per_second)
         self._program.row([(after, 1.0), (before, -1.0)], lower=0.0)
         return after
-
-    def _in_host(self) -> None:
-        self._program.row([(self.written, 1.0), (self._read, -1.0)], lower=0.0)
-        there = [(self._out, 1.0), (self.written, -1.0), (self._back, -1.0), (self._read, 1.0)]
-        self._program.row(there, 0.0, (self._costs.host_bytes or 0.0) * self._per_byte)

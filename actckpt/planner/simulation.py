@@ -1,7 +1,7 @@
 """One training step under a plan, played through as it happens: `simulate`.
 
 Shares with the solver only how a cost table is read, so that each checks the other: where the solver takes a step
-segment by segment, from formulas, here compute, both links and the disk run side by side, from one event to the next.
+segment by segment, from formulas, here compute and both links run side by side, from one event to the next.
 Copies move bytes one value after the other and free them as they go: out in the order in which blocks end, back in the
 order of backward.
 """
@@ -61,10 +61,9 @@ class Simulation:
     write_wait_seconds: float
     read_wait_seconds: float
     peak_bytes: float
-    #: Bytes beyond the plan's budget, host memory and disk, at the worst moment; 0: it fits.
+    #: Bytes beyond the plan's budget and host memory, at the worst moment; 0: it fits.
     excess_bytes: float
     host_peak_bytes: float
-    disk_peak_bytes: float
     #: For each block of the stack.
     inflight: tuple[InFlight, ...]
     #: Moments and bytes in memory at them; straight lines between.
@@ -72,11 +71,9 @@ class Simulation:
     #: The most in each segment of the table's timeline.
     segment_bytes: tuple[float, ...]
     compute: tuple[Span, ...]
-    #: Copies from device to host and back, and from host to disk and back.
+    #: Copies from device to host and back.
     d2h: tuple[Span, ...]
     h2d: tuple[Span, ...]
-    disk_write: tuple[Span, ...]
-    disk_read: tuple[Span, ...]
 
     @property
     def fits(self) -> bool:
@@ -106,62 +103,38 @@ def needs(costs: CostTable | Mapping[str, Any], plan: Plan) -> list[float]:
     return list(simulate(costs, plan).segment_bytes)
 
 
-class _Pipe:
-    """Bytes that flow through two links with a buffer between them: from the device to the host and the disk, or back.
+class _Link:
+    """Bytes that go over a link one after the other."""
 
-    Args:
-        rates: bytes per second of the first and the second link.
-        limits: most bytes that each may move by now.
-        buffered: bytes in the buffer at first.
-        room: most bytes in the buffer.
-    """
-
-    def __init__(self, rates: Sequence[float], limits: Sequence[float], *, buffered: float, room: float) -> None:
-        self.rates: Sequence[float] = rates
-        self.limits: list[float] = list(limits)
-        self.buffered: float = buffered
-        self.most_buffered: float = buffered
-        self.room: float = max(room, buffered)
-        #: By each link, by now.
-        self.moved: list[float] = [0.0, 0.0]
-        #: Of each link: moments, and what it had moved by then.
-        self.traces: list[list[tuple[float, float]]] = [[], []]
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        #: Bytes that it may have moved by now, and those that it has.
+        self.limit = self.moved = 0.0
+        #: Moments, and what it had moved by then.
+        self.trace: list[tuple[float, float]] = []
 
     def run(self, now: float, seconds: float) -> float:
         """Move bytes for some time from a moment on; return the moment at its end."""
-        end = now + seconds
-        while now < end:
-            now = self._until_event(now, end, (math.inf, math.inf))
+        end, left = now + seconds, self.limit - self.moved
+        if left > 0.0 and seconds > 0.0:
+            needed_s = left / self.bytes_per_s
+            if needed_s <= seconds:
+                self._move(now, now + needed_s, self.limit)
+            else:
+                self._move(now, end, min(self.moved + self.bytes_per_s * seconds, self.limit))
         return end
 
-    def wait(self, now: float, link: int, target: float, rounding: float) -> float:
-        """Move bytes until a link has moved a number of them; return the time."""
-        goals = (target, math.inf) if link == 0 else (math.inf, target)
-        while self.moved[link] < target - rounding:
-            now = self._until_event(now, math.inf, goals)
-            assert now < math.inf, "nothing moves any more"
-        return now
+    def wait(self, now: float, target: float, rounding: float) -> float:
+        """Move bytes until a number of them is moved; return the moment."""
+        if self.moved >= target - rounding:
+            return now
+        end = now + (target - self.moved) / self.bytes_per_s
+        self._move(now, end, target)
+        return end
 
-    def _until_event(self, now: float, end: float, goals: tuple[float, float]) -> float:
-        """Move bytes at even speeds until one of them changes, and no longer than to `end`."""
-        speeds = [rate if self.moved[link] < self.limits[link] else 0.0 for link, rate in enumerate(self.rates)]
-        if self.buffered <= 0.0:
-            speeds[1] = min(speeds)
-        if self.buffered >= self.room:
-            speeds[0] = min(speeds)
-        stops = [min(goal, limit) for goal, limit in zip(goals, self.limits, strict=True)]
-        growth, goal = speeds[0] - speeds[1], self.room if speeds[0] > speeds[1] else 0.0
-        ways = [(end - now, "end"), *(((goal - self.buffered) / growth, "buffer") for _ in range(growth != 0.0))]
-        ways += [((stops[link] - self.moved[link]) / speed, str(link)) for link, speed in enumerate(speeds) if speed]
-        seconds, event = min(ways)
-        then = end if event == "end" else now + seconds
-        self.buffered = goal if event == "buffer" else min(max(self.buffered + growth * seconds, 0.0), self.room)
-        self.most_buffered = max(self.most_buffered, self.buffered)
-        for link, speed in enumerate(speeds):
-            before = self.moved[link]
-            self.moved[link] = stops[link] if event == str(link) else min(before + speed * seconds, stops[link])
-            self.traces[link] += [(now, before), (then, self.moved[link])] if speed else []
-        return then
+    def _move(self, now: float, end: float, nbytes: float) -> None:
+        self.trace += [(now, self.moved), (end, nbytes)]
+        self.moved = nbytes
 
 
 class _Block:
@@ -205,21 +178,11 @@ class _Step:
         self.memory: list[tuple[float, float]] = []
         self.segment_bytes = [-math.inf] * len(self.moments)
         self.out_bytes, self.ahead_bytes = ([0.0] * len(self.blocks) for _ in range(2))
-        self._stores()
+        self.out, self.back = _Link(costs.d2h_bytes_per_s), _Link(costs.h2d_bytes_per_s)
+        self.host_peak_bytes = 0.0
+        beyond = self.total - (math.inf if costs.host_bytes is None else costs.host_bytes)
+        self.excess = beyond if beyond > self.rounding else 0.0
         self._order()
-
-    def _stores(self) -> None:
-        """Find out what goes on to the disk: what host memory has no room for."""
-        costs = self.costs
-        host = math.inf if costs.host_bytes is None else costs.host_bytes
-        beyond = max(self.total - host, 0.0)
-        disk_rates = costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s
-        self.on_disk = min(beyond, costs.disk_bytes) if min(disk_rates) > 0.0 else 0.0
-        lost = beyond - self.on_disk
-        self.excess = lost if lost > self.rounding else 0.0
-        room = host + lost  # it is put there all the same
-        self.out = _Pipe((costs.d2h_bytes_per_s, disk_rates[0]), (0.0, self.on_disk), buffered=0.0, room=room)
-        self.back = _Pipe((disk_rates[1], costs.h2d_bytes_per_s), (0.0, 0.0), buffered=0.0, room=room)
 
     def _order(self) -> None:
         """Find out how many bytes were handed over and are needed back when each segment runs, and can be read back."""
@@ -277,41 +240,38 @@ class _Step:
         """Run a segment; then wait until there is room, and before backward until everything is out."""
         moment, gone = self.moments[number], self.handed[number]
         index = moment.segment.running
-        self.out.limits[0], self.out.buffered = gone, max(self.out.buffered, self.back.buffered)
+        self.out.limit = gone
         self.now = self.out.run(self.now, moment.seconds)
         self._span(moment.seconds, "forward" if index >= 0 else "other", index)
-        ahead = self.back.moved[1] - self.needed[number]
+        ahead = self.back.moved - self.needed[number]
         is_turn = number + 1 < len(self.moments) and self.moments[number + 1].is_backward
         target = gone if is_turn else min(max(gone - min(room - ahead, self.plan.max_inflight), 0.0), gone)
         if index >= 0:
             self.out_bytes[index] = gone - target
         began = self.now
-        self.now = self.out.wait(self.now, 0, target, self.rounding)
+        self.now = self.out.wait(self.now, target, self.rounding)
         self._span(self.now - began, "wait", index)
         self.write_wait_s += self.now - began
-        if is_turn:
-            self.back.limits[0], self.back.buffered = self.out.moved[1], self.out.buffered
-            self.back.room = max(self.back.room, self.back.buffered)
-        self._remember(number, base + gone - self.out.moved[0] + ahead, room)
+        self.host_peak_bytes = max(self.host_peak_bytes, self.out.moved - self.back.moved)
+        self._remember(number, base + gone - self.out.moved + ahead, room)
 
     def _backward(self, number: int, base: float, room: float, most: float) -> None:
         """Wait until what an entry needs is back, and run it backward."""
         moment, needed = self.moments[number], self.needed[number]
         index = moment.segment.running
-        self.back.limits[1] = min(most, self.reach[number], self.total)
+        self.back.limit = min(most, self.reach[number], self.total)
         began = self.now
-        self.now = self.back.wait(self.now, 1, needed, self.rounding)
+        self.now = self.back.wait(self.now, needed, self.rounding)
         self._span(self.now - began, "wait", index)
         self.read_wait_s += self.now - began
-        self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
+        self._remember(number, base + max(self.back.moved - needed, 0.0), room)
         added_s = sum(self.blocks[entry].added_s for entry in moment.consumed)
         for seconds, what in ((added_s, "recompute"), (moment.seconds, "backward" if index >= 0 else "other")):
             self.now = self.back.run(self.now, seconds)
             self._span(seconds, what, index)
         if index >= 0:
             self.ahead_bytes[index] = most - needed
-        self.out.buffered = self.back.buffered
-        self._remember(number, base + max(self.back.moved[1] - needed, 0.0), room)
+        self._remember(number, base + max(self.back.moved - needed, 0.0), room)
 
     def result(self) -> Simulation:
         """Return what the step came to."""
@@ -326,36 +286,31 @@ class _Step:
             read_wait_seconds=self.read_wait_s,
             peak_bytes=max(self.segment_bytes),
             excess_bytes=self.excess,
-            host_peak_bytes=max(self.out.most_buffered, self.back.most_buffered),
+            host_peak_bytes=self.host_peak_bytes,
             inflight=tuple(map(InFlight, self.out_bytes, self.ahead_bytes)),
-            disk_peak_bytes=self.on_disk,
             memory=tuple(self.memory),
             segment_bytes=tuple(self.segment_bytes),
             compute=tuple(self.compute),
-            d2h=_copies(self.out.traces[0], out, 0.0),
-            h2d=_copies(self.back.traces[1], back, 0.0),
-            disk_write=_copies(self.out.traces[1], out, 0.0),
-            disk_read=_copies(self.back.traces[0], back, self.total - self.on_disk),
+            d2h=_copies(self.out.trace, out),
+            h2d=_copies(self.back.trace, back),
         )
 
 
-def _copies(
-    trace: Sequence[tuple[float, float]], queue: Iterable[tuple[str, float, int]], skipped: float
-) -> tuple[Span, ...]:
+def _copies(trace: Sequence[tuple[float, float]], queue: Iterable[tuple[str, float, int]]) -> tuple[Span, ...]:
     """Return when each value was copied, from what a link had moved when.
 
     Args:
         trace: moments and bytes; bytes only grow.
         queue: name, bytes and block of the values in the order in which they are copied.
-        skipped: bytes at the front of the queue that do not go over this link.
     """
     times, moved = numpy.array(trace).reshape(-1, 2).T
-    spans, last = [], -skipped
+    spans, first = [], 0.0
     for name, nbytes, block in queue:
-        first, last = max(last, 0.0), last + nbytes
+        last = first + nbytes
         begin, end = int(moved.searchsorted(first, "right")), min(int(moved.searchsorted(last)), len(moved) - 1)
-        if last > 0.0 and begin < len(moved):
+        if begin < len(moved):
             lines = (first, slice(begin - 1, begin + 1)), (last, slice(end - 1, end + 1))
-            start_s, end_s = (float(numpy.interp(nbytes, moved[line], times[line])) for nbytes, line in lines)
+            start_s, end_s = (float(numpy.interp(at, moved[line], times[line])) for at, line in lines)
             spans.append(Span(start_s, max(start_s, end_s), name, block))
+        first = last
     return tuple(spans)
