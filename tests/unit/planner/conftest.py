@@ -52,9 +52,6 @@ def table() -> dict[str, Any]:
         "d2h_bytes_per_s": 4.0,
         "h2d_bytes_per_s": 5.0,
         "host_bytes": 15,
-        "disk_bytes": 100,
-        "disk_write_bytes_per_s": 2.0,
-        "disk_read_bytes_per_s": 3.0,
     }
 
 

@@ -33,14 +33,13 @@ def test_fields_are_read_as_they_are_written(table: Table) -> None:
     assert costs.stack == ("attention", "attention", "head")
     assert costs.blocks[0].values[1] == Value("qkv", 30, 0.5, ("x0",), needed=False, offloadable=False)
     assert (costs.fixed_bytes, costs.d2h_bytes_per_s, costs.h2d_bytes_per_s, costs.host_bytes) == (7, 4.0, 5.0, 15)
-    assert (costs.disk_bytes, costs.disk_write_bytes_per_s, costs.disk_read_bytes_per_s) == (100, 2.0, 3.0)
     assert costs.plain_seconds == 8.0
 
 
 def test_defaults_offload_nothing_and_recompute_no_input() -> None:
     block = {"forward_s": 1, "backward_s": 1, "working_set_bytes": 1, "values": [{"name": "x0", "bytes": 1}]}
     costs = CostTable.from_dict({"version": 1, "classes": {"a": block}, "stack": ["a"]})
-    assert costs.d2h_bytes_per_s == costs.h2d_bytes_per_s == costs.fixed_bytes == costs.disk_bytes == 0
+    assert costs.d2h_bytes_per_s == costs.h2d_bytes_per_s == costs.fixed_bytes == 0
     assert costs.host_bytes is None
     assert costs.blocks[0].gradient_bytes == 0 and not costs.blocks[0].rerun
     assert costs.blocks[0].values == (Value("x0", 1, replayable=False),)
@@ -71,6 +70,13 @@ def test_why_there_is_no_rerun_ends_a_sentence_of_explanations(table: Table) -> 
         plan = solve(explained, budget=budget)
         assert (plan.overhead_seconds > 0) == is_said == (line in plan.explain().splitlines())
     assert "Never run" not in solve(table, budget=least - 1).explain()
+
+
+def test_a_table_of_before_that_has_no_disk_is_read(table: Table) -> None:
+    disk = ("disk_bytes", "disk_write_bytes_per_s", "disk_read_bytes_per_s")
+    assert CostTable.from_dict({**table, **dict.fromkeys(disk, 0.0)}) == CostTable.from_dict(table)
+    with pytest.raises(CostTableError, match="unknown field 'disk_bytes'"):
+        CostTable.from_dict({**table, "disk_bytes": 1})
 
 
 def test_numbers_of_numpy_are_numbers(table: Table) -> None:

@@ -70,7 +70,7 @@ def test_copies_that_hide_behind_compute_cost_nothing() -> None:
         (9.0, 10),
     )
     assert step.peak_bytes == 20 == step.segment_bytes[2]
-    assert step.host_peak_bytes == 10 and step.disk_peak_bytes == 0
+    assert step.host_peak_bytes == 10
     names = [(span.what, span.block) for span in step.compute]
     assert names == [*(("forward", i) for i in range(3)), *(("backward", i) for i in (2, 1, 0))]
 
@@ -91,22 +91,7 @@ def test_a_window_holds_back_copies_in_both_directions() -> None:
     assert max(nbytes for _, nbytes in step.memory) == step.peak_bytes == 15
 
 
-def test_what_host_memory_has_no_room_for_goes_on_to_the_disk() -> None:
-    disk = {"host_bytes": 10, "disk_bytes": 10, "disk_write_bytes_per_s": 2, "disk_read_bytes_per_s": 1}
-    step = _simulate(_table(**disk), "ook", budget=10)
-    assert step.host_peak_bytes == 10 and step.disk_peak_bytes == 10
-    ((start_s, end_s, what, block),) = step.disk_write
-    assert (start_s, end_s, what, block) == (1.0, pytest.approx(6.0), "x", 0)
-    assert step.d2h[0] == Span(1.0, 3.0, "x", 0)
-    assert step.d2h[1].end_s == pytest.approx(6.0), "as fast as the disk makes room"
-    assert step.write_wait_seconds == pytest.approx(3.0)
-    (read,) = step.disk_read
-    assert read.start_s == pytest.approx(8.0) and read.end_s == pytest.approx(18.0), "as host memory becomes free"
-    assert step.h2d[1].end_s == pytest.approx(18.0)
-    assert step.fits
-
-
-def test_what_goes_beyond_host_and_disk_does_not_fit() -> None:
+def test_what_goes_beyond_host_memory_does_not_fit() -> None:
     step = _simulate(_table(host_bytes=6), "okk", budget=1000)
     assert step.excess_bytes == 4 and not step.fits
 

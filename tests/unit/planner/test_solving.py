@@ -62,7 +62,7 @@ def test_no_plan_of_a_small_stack_is_faster_and_the_simulator_says_the_same(firs
     assert 20 < num_fitting < 40
 
 
-@pytest.mark.parametrize("seed", [218, 1001, 1005, 1558, 2860, 4484])
+@pytest.mark.parametrize("seed", [218, 1001, 1558, 2860, 4484])
 def test_stacks_that_earlier_solvers_got_wrong(seed: int) -> None:
     """Blocks that are run again and of which backward does not need the input; smallest budgets with limits."""
     _fits(seed)
