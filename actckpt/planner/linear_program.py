@@ -19,8 +19,10 @@ Terms = list[tuple[int, float]]
 
 #: The descriptor of the standard output is one for all threads.
 _lock = threading.Lock()
-#: A status of `scipy.optimize.milp`.
-_INFEASIBLE = 2
+#: Statuses of `scipy.optimize.milp`: the search has ended, or its time; there is no solution.
+_ENDED, _INFEASIBLE = (0, 1), 2
+#: HiGHS ends a search at a gap of 1e-6 of a unit, whatever is asked of it: units of costs are so much smaller for it.
+_PER_UNIT = 1024
 
 
 class LinearProgram:
@@ -64,20 +66,21 @@ class LinearProgram:
 
         rows, columns, factors = zip(*self._elements, strict=True)
         matrix = sparse.csr_matrix((factors, (rows, columns)), (len(self._rows), len(self.costs)))
-        for presolve in (True, False):  # HiGHS 1.12 may take feasible programs for infeasible in presolve
+        # With presolve, HiGHS 1.12 may take feasible programs for infeasible, or give up.
+        for presolve in (True, False):
             with stdout_as_stderr():
                 result = optimize.milp(
-                    numpy.array(self.costs),
+                    _PER_UNIT * numpy.array(self.costs),
                     integrality=numpy.array(self.whole),
                     bounds=optimize.Bounds(numpy.array(self._lower), numpy.array(self._upper)),
                     constraints=optimize.LinearConstraint(matrix, *numpy.array(self._rows).T),
                     options={"time_limit": time_limit_s, "mip_rel_gap": gap, "presolve": presolve},
                 )
-            if result.status != _INFEASIBLE:
+            if result.status in _ENDED:
                 break
-        else:
+        if result.status == _INFEASIBLE:
             return None, numpy.inf
-        return result.x, 0.0 if result.mip_dual_bound is None else result.mip_dual_bound
+        return result.x, 0.0 if result.mip_dual_bound is None else result.mip_dual_bound / _PER_UNIT
 
 
 @contextlib.contextmanager

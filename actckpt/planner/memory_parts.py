@@ -15,7 +15,7 @@ from actckpt.planner.simulation import needs
 
 __all__ = ["infeasible", "memory_parts", "say_peak", "smallest"]
 
-_TIME_LIMIT_S = 10.0
+_TIME_LIMIT_S, _MOST_ROUNDS = 10.0, 50
 _KEPT = "kept by blocks"
 #: Bytes that differ by less than this share are the same.
 _ROUNDING = 1e-6
@@ -73,10 +73,19 @@ def say_peak(plan: Plan, *, why_kept: str = "") -> str:
 
 def smallest(problem: Problem) -> Plan | None:
     """Return the plan that needs least, after all waits; None where none fits, whatever the budget."""
-    unlimited = dataclasses.replace(problem, budget_bytes=math.inf)
-    choice, _ = Program(unlimited, minimise="budget").solve(time_limit_s=_TIME_LIMIT_S, gap=0.0)
-    plan = None if choice is None else unlimited.plan(choice)
-    return None if plan is None else _without_copies(plan)
+    limited, best = dataclasses.replace(problem, budget_bytes=math.inf), None
+    program = Program(limited, minimise="budget")
+    for _ in range(_MOST_ROUNDS):
+        choice, _ = program.solve(time_limit_s=_TIME_LIMIT_S, gap=0.0)
+        plan = None if choice is None else limited.plan(choice)
+        if plan is not None:
+            best = _without_copies(plan)
+            # Another one may need less by less than HiGHS can tell.
+            limited = dataclasses.replace(problem, budget_bytes=math.ceil(max(needs(best.costs, best))) - 1)
+            program = Program(limited, minimise="budget")
+        elif choice is None or not program.exclude():
+            break
+    return best
 
 
 def _without_copies(plan: Plan) -> Plan:
@@ -84,9 +93,12 @@ def _without_copies(plan: Plan) -> Plan:
     return dataclasses.replace(plan, max_inflight=0)
 
 
-def infeasible(problem: Problem) -> PlanInfeasibleError:
-    """Word that no plan fits, with the smallest budget and what holds it."""
-    plan = smallest(problem)
+def infeasible(problem: Problem, plan: Plan | None) -> PlanInfeasibleError:
+    """Word that no plan fits, with the smallest budget and what holds it.
+
+    Args:
+        plan: the one that needs least; None: none fits, whatever the budget.
+    """
     if plan is None:
         return PlanInfeasibleError(f"No plan fits, whatever the budget: {_beyond_budget(problem)}.", None)
     smallest_bytes = math.ceil(max(needs(plan.costs, plan)))

@@ -24,7 +24,7 @@ r_v and a_j, of recording and of offloading, and the waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from actckpt.action import Action
@@ -37,6 +37,9 @@ __all__ = ["Program"]
 
 _KEEP, _RECOMPUTE, _OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
 
+#: Room that there is not, of a unit of bytes: HiGHS 1.12 may lose plans that fill a budget to less than its tolerance.
+#: What does not fit is excluded.
+_SLACK = 1e-6
 #: Of each value that may be wanted, by name, the variables of its actions.
 _Ways = dict[str, dict[Action, int]]
 
@@ -69,23 +72,26 @@ class Program:
     def __init__(self, problem: Problem, *, minimise: str = "seconds") -> None:
         self._problem, self._costs, self._program = problem, problem.costs, LinearProgram()
         is_for_seconds = minimise == "seconds"
-        # HiGHS compares with absolute tolerances of 1e-7 to 1e-6: the budget is one unit, and so is the step.
+        # HiGHS compares with absolute tolerances of 1e-7 to 1e-6. So the budget or the largest value is about one unit,
+        # and so is the step. Units are powers of two, so that no number is rounded.
         bases = [nbytes for moment in problem.costs.moments for nbytes in moment.segment.bases]
-        held = sum(value.nbytes for block in self._costs.blocks for value in block.values)
+        sizes = [value.nbytes for block in self._costs.blocks for value in block.values]
         self._base = min(bases)  # there at all times, so it need not be told
-        room = min(problem.budget_bytes - self._base, held + max(bases) - self._base)
-        self._per_byte = 1.0 / (max(room, 0.0) or 1.0)
-        self._per_second = is_for_seconds / problem.scale_s
+        room = min(problem.budget_bytes - self._base, sum(sizes) + max(bases) - self._base)
+        self._per_byte = 0.5 ** math.frexp(max(room, *sizes, 0.0))[1]
+        self._per_second = is_for_seconds * 0.5 ** math.frexp(problem.scale_s)[1]
         self._plain = self._costs.plain_seconds * self._per_second
         # The same for all plans: gaps are shares of the step.
         self._program.variable(self._plain, cost=1.0, lower=self._plain)
-        most = room * self._per_byte if is_for_seconds else math.inf
-        self._most = self._program.variable(most, cost=float(not is_for_seconds), lower=-math.inf)
+        most = room * self._per_byte + _SLACK
+        self._most = self._program.variable(most, float(not is_for_seconds), lower=-math.inf)
         self._entries = [self._entry(index, block) for index, block in enumerate(self._costs.blocks)]
         #: Bytes that these entries keep together; for segments without and with casts in autocast's cache.
         nothing = self._program.variable(0.0)
         self._alive: tuple[dict[tuple[int, ...], int], dict[tuple[int, ...], int]] = ({(): nothing}, {(): nothing})
         self._memory(has_links=is_for_seconds and self._costs.d2h_bytes_per_s > 0)
+        #: Of the variables, as the last search found them.
+        self._values: Array | None = None
 
     @property
     def num_whole(self) -> int:
@@ -164,7 +170,7 @@ class Program:
             moving = [] if links is None else links.run(moment, self._longer(moment.consumed))
             self._memory_row(moment.segment, moving)
         if costs.host_bytes is not None:
-            self._program.row([(each, 1.0) for each in gone], upper=costs.host_bytes * self._per_byte)
+            self._program.row([(each, 1.0) for each in gone], upper=costs.host_bytes * self._per_byte + _SLACK)
 
     def _longer(self, entries: tuple[int, ...]) -> Terms:
         """Return the seconds that entries take longer for what they do."""
@@ -214,9 +220,75 @@ class Program:
             time_limit_s: how long HiGHS may search.
             gap: the search ends once its plan is worse than the bound by at most this share, of the step or bytes.
         """
-        values, bound = self._program.solve(time_limit_s=time_limit_s, gap=gap)
+        self._values, bound = self._program.solve(time_limit_s=time_limit_s, gap=gap)
         bound_s = (bound - self._plain) / (self._per_second or 1.0)
-        return None if values is None else self._choice(values), bound_s
+        return None if self._values is None else self._choice(self._values), bound_s
+
+    def exclude(self) -> bool:
+        """Rule out the choice of the last search wherever it needs more bytes than there are; return whether it does.
+
+        That is by less than `_SLACK` and the tolerance of HiGHS.
+        """
+        return any([*map(self._exclude_in, self._costs.timeline), self._exclude_in_host()])
+
+    def _exclude_in(self, segment: Segment) -> bool:
+        sizes = {
+            ways[_KEEP]: value.nbytes
+            for index in segment.alive
+            for value in self._costs.blocks[index].values
+            if _KEEP in (ways := self._entries[index].ways.get(value.name, {}))
+            if not (segment.holds_casts and value.cached)
+        }
+        own, own_bytes = ([], 0.0) if segment.running < 0 else self._own(segment)
+        return self._cover(sizes, self._problem.budget_bytes - segment.plain_bytes - own_bytes, own)
+
+    def _exclude_in_host(self) -> bool:
+        sizes = {
+            ways[_OFFLOAD]: value.nbytes
+            for block, entry in zip(self._costs.blocks, self._entries, strict=True)
+            for value in block.values
+            if _OFFLOAD in (ways := entry.ways.get(value.name, {}))
+        }
+        return self._cover(sizes, math.inf if self._costs.host_bytes is None else self._costs.host_bytes, [])
+
+    def _own(self, segment: Segment) -> tuple[list[int], float]:
+        """Return what decides how many bytes the entry that runs adds to a segment, and these bytes."""
+        entry, block = self._entries[segment.running], self._costs.blocks[segment.running]
+        plain, replay, rerun = segment.bases
+        modes = {entry.recorded: replay - plain, entry.again: rerun - plain}
+        own = [variable for variable in modes if variable is not None]
+        own_bytes = sum(modes[variable] for variable in own if self._is_chosen(variable))
+        if segment.is_forward and segment.kept_limit_bytes > 0:
+            ways = [
+                (entry.ways.get(v.name, {}).get(action), v.nbytes) for v in block.values for action in (_KEEP, _OFFLOAD)
+            ]
+            held = {way: nbytes for way, nbytes in ways if way is not None}
+            own_bytes += min(sum(held[way] for way in held if self._is_chosen(way)), segment.kept_limit_bytes)
+            own += held
+        return own, own_bytes
+
+    def _cover(self, sizes: Mapping[int, float], room_bytes: float, others: Sequence[int]) -> bool:
+        """Add a row if what is chosen has no room: with these others as they are, fewer values must be chosen.
+
+        As few values as have no room together, and all that are as large, make a cover inequality.
+        """
+        chosen = sorted(filter(self._is_chosen, sizes), key=lambda way: sizes[way])
+        more_bytes = math.fsum(sizes[way] for way in chosen) - room_bytes
+        if more_bytes <= 0.0:
+            return False
+        while chosen and sizes[chosen[0]] < more_bytes:
+            more_bytes -= sizes[chosen.pop(0)]
+        largest = max((sizes[way] for way in chosen), default=math.inf)
+        together = {*chosen, *(way for way, nbytes in sizes.items() if nbytes >= largest)}
+        slack = len(together) - len(chosen) + 1
+        changes = [(variable, slack if self._is_chosen(variable) else -slack) for variable in others]
+        upper = len(chosen) - 1 + slack * sum(map(self._is_chosen, others))
+        self._program.row([*((way, 1.0) for way in together), *changes], upper=upper)
+        return True
+
+    def _is_chosen(self, variable: int) -> bool:
+        assert self._values is not None
+        return bool(self._values[variable] > 0.5)
 
     def _choice(self, values: Array) -> Choice:
         actions, rerun = [], []

@@ -23,7 +23,7 @@ from actckpt.planner.plans import Plan
 __all__ = ["InFlight", "Simulation", "Span", "needs", "simulate"]
 
 #: Bytes that differ by less than this share of all are the same.
-_ROUNDING = 1e-12
+_ROUNDING, _ROUNDING_OF_SUMS = 1e-12, 1e-15
 #: A wait that ends this share of memory too late or too early, as moments are rounded, ends in time.
 _LATE = 1e-9
 
@@ -181,7 +181,7 @@ class _Step:
         self.out, self.back = _Link(costs.d2h_bytes_per_s), _Link(costs.h2d_bytes_per_s)
         self.host_peak_bytes = 0.0
         beyond = self.total - (math.inf if costs.host_bytes is None else costs.host_bytes)
-        self.excess = beyond if beyond > self.rounding else 0.0
+        self.excess = beyond if beyond > _ROUNDING_OF_SUMS * self.total else 0.0
         self._order()
 
     def _order(self) -> None:
@@ -229,7 +229,7 @@ class _Step:
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
         capacity = self.plan.budget_bytes
-        if room < -_ROUNDING * abs(capacity - room):
+        if room < -_ROUNDING_OF_SUMS * abs(capacity - room):
             self.excess = max(self.excess, -room)
         elif capacity < nbytes < capacity * (1 + _LATE):
             nbytes = capacity
@@ -308,7 +308,7 @@ def _copies(trace: Sequence[tuple[float, float]], queue: Iterable[tuple[str, flo
     for name, nbytes, block in queue:
         last = first + nbytes
         begin, end = int(moved.searchsorted(first, "right")), min(int(moved.searchsorted(last)), len(moved) - 1)
-        if begin < len(moved):
+        if last > 0.0 and begin < len(moved):
             lines = (first, slice(begin - 1, begin + 1)), (last, slice(end - 1, end + 1))
             start_s, end_s = (float(numpy.interp(at, moved[line], times[line])) for at, line in lines)
             spans.append(Span(start_s, max(start_s, end_s), name, block))

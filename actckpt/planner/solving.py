@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import numbers
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,8 @@ _FEW, _GAP, _CUT_OFF = 150, 5e-3, 1e-2
 #: A difference below this share of the step is rounding.
 _ROUNDING = 1e-9
 _WINDOW_ROUNDS = 24
+#: Number of choices that exceed the budget by less than HiGHS can tell, before the plan is a greedy one.
+_MOST_ROUNDS = 50
 
 
 def solve(
@@ -76,17 +79,21 @@ def _budget(budget: object) -> float:
 
 def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
     """Return the best plan found, and seconds that no plan can beat."""
-    program = Program(problem)
+    program, end_s = Program(problem), time.monotonic() + time_limit_s
     gap = _ROUNDING if program.num_whole <= _FEW else _GAP
-    choice, bound_s = program.solve(time_limit_s=time_limit_s, gap=gap)
-    best = None if choice is None else problem.plan(choice)
+    for _ in range(_MOST_ROUNDS):
+        choice, bound_s = program.solve(time_limit_s=max(end_s - time.monotonic(), 0.0), gap=gap)
+        best = None if choice is None else problem.plan(choice)
+        if choice is None or best is not None or not program.exclude():
+            break
     is_near = best is not None and best.overhead_seconds - bound_s <= _CUT_OFF * best.step_seconds
     if bound_s < math.inf and not is_near:  # the search was cut off
         best = _fastest((best, _greedy(problem)))
-        if best is None and (least := smallest(problem)) is not None:
-            best = problem.plan(Choice(least.actions, least.rerun))
     if best is None:
-        raise infeasible(problem)
+        least = smallest(problem)
+        best = None if least is None else problem.plan(Choice(least.actions, least.rerun))
+        if best is None:
+            raise infeasible(problem, least)
     return best, bound_s
 
 

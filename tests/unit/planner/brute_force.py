@@ -161,11 +161,16 @@ def overheads(table: Table, budget: float, plans: Any) -> Any:
     return numpy.where(fits, seconds, numpy.inf)
 
 
-def smallest_budget(table: Table) -> float:
-    """Return the smallest budget for which any plan fits, infinite where there is none."""
+def needed_bytes(table: Table) -> Any:
+    """Return the smallest budget into which each plan fits, infinite where it fits none."""
     plans = all_triples(table)
     unlimited = overheads(table, numpy.inf, plans)
     rooms = capacities(table, 0.0)
     kept = numpy.cumsum(plans[..., 0], axis=0) - plans[..., 0]
     needed = numpy.maximum(kept - rooms[0][:, None], kept + plans[..., 3] - rooms[1][:, None]).max(axis=0)
-    return float(numpy.where(numpy.isfinite(unlimited), needed, numpy.inf).min())
+    return numpy.where(numpy.isfinite(unlimited), needed, numpy.inf)
+
+
+def smallest_budget(table: Table) -> float:
+    """Return the smallest budget for which any plan fits, infinite where there is none."""
+    return float(needed_bytes(table).min())
