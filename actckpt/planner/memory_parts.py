@@ -80,6 +80,8 @@ def smallest(problem: Problem) -> Plan | None:
         plan = None if choice is None else limited.plan(choice)
         if plan is not None:
             best = _without_copies(plan)
+            if not program.is_small:
+                break
             # Another one may need less by less than HiGHS can tell.
             limited = dataclasses.replace(problem, budget_bytes=math.ceil(max(needs(best.costs, best))) - 1)
             program = Program(limited, minimise="budget")

@@ -37,6 +37,7 @@ __all__ = ["Program"]
 
 _KEEP, _RECOMPUTE, _OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
 
+_FEW = 150
 #: Room that there is not, of a unit of bytes: HiGHS 1.12 may lose plans that fill a budget to less than its tolerance.
 #: What does not fit is excluded.
 _SLACK = 1e-6
@@ -94,8 +95,9 @@ class Program:
         self._values: Array | None = None
 
     @property
-    def num_whole(self) -> int:
-        return sum(self._program.whole)
+    def is_small(self) -> bool:
+        """Whether it has so few decisions that the best one, to the byte, is found quickly."""
+        return sum(self._program.whole) <= _FEW
 
     def _entry(self, index: int, block: BlockClass) -> _Entry:
         """Add the decisions of an entry; a value that nobody can want has none."""

@@ -23,9 +23,9 @@ from actckpt.planner.program import Program
 
 __all__ = ["solve"]
 
-#: With more decisions than these, the search ends once its plan may be worse than the best one by this share of the
-#: step. With fewer, it goes on to the optimum. A plan that is worse than the bound by the last one was cut off.
-_FEW, _GAP, _CUT_OFF = 150, 5e-3, 1e-2
+#: The search ends once its plan may be worse than the best one by this share of the step; in small programs, it goes on
+#: to the optimum. A plan that is worse than the bound by the last one was cut off.
+_GAP, _CUT_OFF = 5e-3, 1e-2
 #: A difference below this share of the step is rounding.
 _ROUNDING = 1e-9
 _WINDOW_ROUNDS = 24
@@ -80,7 +80,7 @@ def _budget(budget: object) -> float:
 def _search(problem: Problem, time_limit_s: float) -> tuple[Plan, float]:
     """Return the best plan found, and seconds that no plan can beat."""
     program, end_s = Program(problem), time.monotonic() + time_limit_s
-    gap = _ROUNDING if program.num_whole <= _FEW else _GAP
+    gap = _ROUNDING if program.is_small else _GAP
     for _ in range(_MOST_ROUNDS):
         choice, bound_s = program.solve(time_limit_s=max(end_s - time.monotonic(), 0.0), gap=gap)
         best = None if choice is None else problem.plan(choice)
