@@ -3,7 +3,7 @@
 from actckpt._error_base import CostTableError, PlanInfeasibleError
 from actckpt.planner.costs import BlockClass, CostTable, Segment, Value
 from actckpt.planner.plans import Plan
-from actckpt.planner.simulation import Simulation, Span, simulate
+from actckpt.planner.simulation import Simulation, simulate
 from actckpt.planner.solving import solve
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "PlanInfeasibleError",
     "Segment",
     "Simulation",
-    "Span",
     "Value",
     "simulate",
     "solve",

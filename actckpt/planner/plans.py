@@ -141,7 +141,7 @@ class Plan:
         return plan_table(self)
 
     def plot(self, path: str | Path) -> None:
-        """Draw what other budgets would cost beside this plan and simple choices, and the timeline of its step.
+        """Draw what other budgets would cost beside this plan, and the memory over its step.
 
         Args:
             path: of the file to write; its suffix (.png, .svg) says in which format.

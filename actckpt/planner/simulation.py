@@ -11,16 +11,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-
-import numpy
 
 from actckpt.action import Action
 from actckpt.planner.costs import BlockClass, CostTable, Segment, as_cost_table
 from actckpt.planner.plans import Plan
 
-__all__ = ["InFlight", "Simulation", "Span", "needs", "simulate"]
+__all__ = ["InFlight", "Simulation", "needs", "simulate"]
 
 #: Bytes that differ by less than this share of all are the same.
 _ROUNDING, _ROUNDING_OF_SUMS = 1e-12, 1e-15
@@ -35,17 +33,6 @@ class InFlight(NamedTuple):
     out_bytes: float
     #: Of blocks before it, brought back ahead while it runs backward.
     ahead_bytes: float
-
-
-class Span(NamedTuple):
-    """Something that took a while, in seconds since the step began."""
-
-    start_s: float
-    end_s: float
-    #: What: `"forward"`, `"wait"`, `"recompute"`, `"backward"`, `"other"`, or the name of the value that was copied.
-    what: str
-    #: Number of the block in the stack, -1 where none runs.
-    block: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +53,8 @@ class Simulation:
     host_peak_bytes: float
     #: For each block of the stack.
     inflight: tuple[InFlight, ...]
-    #: Moments and bytes in memory at them; straight lines between.
-    memory: tuple[tuple[float, float], ...]
     #: The most in each segment of the table's timeline.
     segment_bytes: tuple[float, ...]
-    compute: tuple[Span, ...]
-    #: Copies from device to host and back.
-    d2h: tuple[Span, ...]
-    h2d: tuple[Span, ...]
 
     @property
     def fits(self) -> bool:
@@ -110,31 +91,17 @@ class _Link:
         self.bytes_per_s = bytes_per_s
         #: Bytes that it may have moved by now, and those that it has.
         self.limit = self.moved = 0.0
-        #: Moments, and what it had moved by then.
-        self.trace: list[tuple[float, float]] = []
 
-    def run(self, now: float, seconds: float) -> float:
-        """Move bytes for some time from a moment on; return the moment at its end."""
-        end, left = now + seconds, self.limit - self.moved
-        if left > 0.0 and seconds > 0.0:
-            needed_s = left / self.bytes_per_s
-            if needed_s <= seconds:
-                self._move(now, now + needed_s, self.limit)
-            else:
-                self._move(now, end, min(self.moved + self.bytes_per_s * seconds, self.limit))
-        return end
+    def run(self, seconds: float) -> None:
+        """Move bytes for some time."""
+        self.moved = max(self.moved, min(self.moved + self.bytes_per_s * seconds, self.limit))
 
-    def wait(self, now: float, target: float, rounding: float) -> float:
-        """Move bytes until a number of them is moved; return the moment."""
+    def wait(self, target: float, rounding: float) -> float:
+        """Move bytes until a number of them is moved; return how long that takes."""
         if self.moved >= target - rounding:
-            return now
-        end = now + (target - self.moved) / self.bytes_per_s
-        self._move(now, end, target)
-        return end
-
-    def _move(self, now: float, end: float, nbytes: float) -> None:
-        self.trace += [(now, self.moved), (end, nbytes)]
-        self.moved = nbytes
+            return 0.0
+        seconds, self.moved = (target - self.moved) / self.bytes_per_s, target
+        return seconds
 
 
 class _Block:
@@ -154,7 +121,6 @@ class _Block:
         self.index = index
         self.kept, self.gone = (block.bytes_of(actions, action) for action in (Action.KEEP, Action.OFFLOAD))
         self.kept_beside_casts = block.bytes_of(actions, Action.KEEP, counts_cached=False)
-        self.offloaded = [(value.name, value.nbytes) for value in block.values if actions[value.name] is Action.OFFLOAD]
         self.added_s = block.added_seconds(actions, rerun=rerun)
         self.mode = block.mode(actions, rerun=rerun)
 
@@ -173,9 +139,7 @@ class _Step:
         if self.total and not (costs.d2h_bytes_per_s and costs.h2d_bytes_per_s):
             raise ValueError("The plan offloads values, but the cost table has no d2h_bytes_per_s or h2d_bytes_per_s.")
         self.rounding = _ROUNDING * self.total
-        self.now, self.write_wait_s, self.read_wait_s = 0.0, 0.0, 0.0
-        self.compute: list[Span] = []
-        self.memory: list[tuple[float, float]] = []
+        self.seconds = self.write_wait_s = self.read_wait_s = 0.0
         self.segment_bytes = [-math.inf] * len(self.moments)
         self.out_bytes, self.ahead_bytes = ([0.0] * len(self.blocks) for _ in range(2))
         self.out, self.back = _Link(costs.d2h_bytes_per_s), _Link(costs.h2d_bytes_per_s)
@@ -186,9 +150,6 @@ class _Step:
 
     def _order(self) -> None:
         """Find out how many bytes were handed over and are needed back when each segment runs, and can be read back."""
-        backward = [index for moment in self.moments for index in moment.consumed]
-        self.queue = [self.blocks[index] for moment in self.moments for index in moment.handed]
-        self.back_queue = [self.blocks[index] for index in backward]
 
         def gone(entries: Iterable[int]) -> float:
             return sum(self.blocks[index].gone for index in entries)
@@ -222,10 +183,6 @@ class _Step:
             nbytes += min(block.kept + block.gone, segment.kept_limit_bytes)
         return nbytes + segment.bases[block.mode]
 
-    def _span(self, seconds: float, what: str, block: int) -> None:
-        if seconds > 0.0:
-            self.compute.append(Span(self.now - seconds, self.now, what, block))
-
     def _remember(self, number: int, nbytes: float, room: float) -> None:
         """Note what is in memory; `room` is what would be left with all copies at their best."""
         capacity = self.plan.budget_bytes
@@ -233,53 +190,43 @@ class _Step:
             self.excess = max(self.excess, -room)
         elif capacity < nbytes < capacity * (1 + _LATE):
             nbytes = capacity
-        self.memory.append((self.now, nbytes))
         self.segment_bytes[number] = max(self.segment_bytes[number], nbytes)
 
     def _forward(self, number: int, base: float, room: float) -> None:
         """Run a segment; then wait until there is room, and before backward until everything is out."""
         moment, gone = self.moments[number], self.handed[number]
-        index = moment.segment.running
         self.out.limit = gone
-        self.now = self.out.run(self.now, moment.seconds)
-        self._span(moment.seconds, "forward" if index >= 0 else "other", index)
+        self.out.run(moment.seconds)
         ahead = self.back.moved - self.needed[number]
         is_turn = number + 1 < len(self.moments) and self.moments[number + 1].is_backward
         target = gone if is_turn else min(max(gone - min(room - ahead, self.plan.max_inflight), 0.0), gone)
-        if index >= 0:
-            self.out_bytes[index] = gone - target
-        began = self.now
-        self.now = self.out.wait(self.now, target, self.rounding)
-        self._span(self.now - began, "wait", index)
-        self.write_wait_s += self.now - began
+        if moment.segment.running >= 0:
+            self.out_bytes[moment.segment.running] = gone - target
+        wait_s = self.out.wait(target, self.rounding)
+        self.write_wait_s += wait_s
+        self.seconds += moment.seconds + wait_s
         self.host_peak_bytes = max(self.host_peak_bytes, self.out.moved - self.back.moved)
         self._remember(number, base + gone - self.out.moved + ahead, room)
 
     def _backward(self, number: int, base: float, room: float, most: float) -> None:
         """Wait until what an entry needs is back, and run it backward."""
         moment, needed = self.moments[number], self.needed[number]
-        index = moment.segment.running
         self.back.limit = min(most, self.reach[number], self.total)
-        began = self.now
-        self.now = self.back.wait(self.now, needed, self.rounding)
-        self._span(self.now - began, "wait", index)
-        self.read_wait_s += self.now - began
+        wait_s = self.back.wait(needed, self.rounding)
+        self.read_wait_s += wait_s
         self._remember(number, base + max(self.back.moved - needed, 0.0), room)
-        added_s = sum(self.blocks[entry].added_s for entry in moment.consumed)
-        for seconds, what in ((added_s, "recompute"), (moment.seconds, "backward" if index >= 0 else "other")):
-            self.now = self.back.run(self.now, seconds)
-            self._span(seconds, what, index)
-        if index >= 0:
-            self.ahead_bytes[index] = most - needed
+        seconds = moment.seconds + sum(self.blocks[entry].added_s for entry in moment.consumed)
+        self.back.run(seconds)
+        self.seconds += wait_s + seconds
+        if moment.segment.running >= 0:
+            self.ahead_bytes[moment.segment.running] = most - needed
         self._remember(number, base + max(self.back.moved - needed, 0.0), room)
 
     def result(self) -> Simulation:
         """Return what the step came to."""
         recompute_s = sum(block.added_s for block in self.blocks)
-        out = [(*value, block.index) for block in self.queue for value in block.offloaded]
-        back = [(*value, block.index) for block in self.back_queue for value in block.offloaded[::-1]]
         return Simulation(
-            seconds=self.now,
+            seconds=self.seconds,
             overhead_seconds=recompute_s + self.write_wait_s + self.read_wait_s,
             recompute_seconds=recompute_s,
             write_wait_seconds=self.write_wait_s,
@@ -288,29 +235,5 @@ class _Step:
             excess_bytes=self.excess,
             host_peak_bytes=self.host_peak_bytes,
             inflight=tuple(map(InFlight, self.out_bytes, self.ahead_bytes)),
-            memory=tuple(self.memory),
             segment_bytes=tuple(self.segment_bytes),
-            compute=tuple(self.compute),
-            d2h=_copies(self.out.trace, out),
-            h2d=_copies(self.back.trace, back),
         )
-
-
-def _copies(trace: Sequence[tuple[float, float]], queue: Iterable[tuple[str, float, int]]) -> tuple[Span, ...]:
-    """Return when each value was copied, from what a link had moved when.
-
-    Args:
-        trace: moments and bytes; bytes only grow.
-        queue: name, bytes and block of the values in the order in which they are copied.
-    """
-    times, moved = numpy.array(trace).reshape(-1, 2).T
-    spans, first = [], 0.0
-    for name, nbytes, block in queue:
-        last = first + nbytes
-        begin, end = int(moved.searchsorted(first, "right")), min(int(moved.searchsorted(last)), len(moved) - 1)
-        if last > 0.0 and begin < len(moved):
-            lines = (first, slice(begin - 1, begin + 1)), (last, slice(end - 1, end + 1))
-            start_s, end_s = (float(numpy.interp(at, moved[line], times[line])) for at, line in lines)
-            spans.append(Span(start_s, max(start_s, end_s), name, block))
-        first = last
-    return tuple(spans)
