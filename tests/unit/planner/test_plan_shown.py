@@ -17,7 +17,7 @@ from actckpt._text.listed import listed
 from actckpt._text.sizes import format_seconds
 from actckpt._text.tables import aligned
 from actckpt.planner import explanation, memory_parts, pictures
-from actckpt.planner.pictures import frontier, simple_plans
+from actckpt.planner.pictures import frontier
 
 GIB, MIB = 2**30, 2**20
 
@@ -101,17 +101,6 @@ def test_the_frontier_falls_and_every_plan_fits() -> None:
     assert all(more.overhead_seconds <= less.overhead_seconds for less, more in itertools.pairwise(plans))
     with pytest.raises(planner.PlanInfeasibleError):
         planner.solve(costs, budget=plans[0].budget_bytes - 1)
-
-
-def test_simple_choices_do_to_every_value_what_can_be_done() -> None:
-    plans = simple_plans(planner.CostTable.from_dict(_costs()))
-    assert list(plans) == ["keep all", "recompute all", "offload all"]
-    assert {action.value for each in plans["recompute all"].actions for action in each.values()} == {
-        "recompute",
-        "keep",
-    }
-    assert all(action.value == "offload" for action in plans["offload all"].actions[0].values())
-    assert plans["keep all"].overhead_seconds == 0 < plans["recompute all"].overhead_seconds
 
 
 def test_a_plan_is_drawn(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actckpt import Action
-from actckpt.planner import CostTable, Plan, Simulation, Span, simulate
+from actckpt.planner import CostTable, Plan, Simulation, simulate
 
 _K, _R, _O = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
 
@@ -56,23 +56,10 @@ def _simulate(
 def test_copies_that_hide_behind_compute_cost_nothing() -> None:
     step = _simulate(_table(), "okk", budget=20)
     assert step.seconds == 9.0 and step.overhead_seconds == 0.0 and step.fits
-    assert step.d2h == (Span(1.0, 3.0, "x", 0),), "from the end of its block on"
-    assert step.h2d == (Span(5.0, 7.0, "x", 0),), "not beside the last block, which leaves no room"
-    assert step.memory == (
-        (1.0, 10),
-        (2.0, 15),
-        (3.0, 20),
-        (3.0, 20),
-        (5.0, 20),
-        (5.0, 10),
-        (7.0, 20),
-        (7.0, 10),
-        (9.0, 10),
-    )
+    # The first block's copy leaves from its end on; it comes back not beside the last block, which leaves no room.
+    assert step.segment_bytes == (10, 15, 20, 20, 20, 10)
     assert step.peak_bytes == 20 == step.segment_bytes[2]
     assert step.host_peak_bytes == 10
-    names = [(span.what, span.block) for span in step.compute]
-    assert names == [*(("forward", i) for i in range(3)), *(("backward", i) for i in (2, 1, 0))]
 
 
 def test_what_may_be_on_its_way_is_what_each_block_has_room_for() -> None:
@@ -88,7 +75,7 @@ def test_a_window_holds_back_copies_in_both_directions() -> None:
     assert (free.write_wait_seconds, free.read_wait_seconds) == (2.0, 0.0)
     step = _simulate(_table(), "ook", budget=1000, window=5)
     assert (step.write_wait_seconds, step.read_wait_seconds) == (2.0, 2.0), "5 bytes ahead of each of two blocks"
-    assert max(nbytes for _, nbytes in step.memory) == step.peak_bytes == 15
+    assert max(step.segment_bytes) == step.peak_bytes == 15
 
 
 def test_what_goes_beyond_host_memory_does_not_fit() -> None:
