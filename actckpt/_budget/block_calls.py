@@ -1,11 +1,10 @@
-"""A block call that runs again in isolation, and its times: plain, replayed, rerun, and with offloaded values."""
+"""A block call that runs again in isolation, and its times: plain, replayed and rerun."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,20 +14,17 @@ import torch
 from actckpt._budget.fake_collectives import FakeCollectives
 from actckpt._budget.isolated_block import LEAF, isolate, nodes_behind, with_trained_input
 from actckpt._budget.structure import BlockStructure
-from actckpt._budget.timing import Offloading, Run, Times, fastest
+from actckpt._budget.timing import Run, Times, fastest
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import devices
 from actckpt._options import CheckpointOptions
 from actckpt._replay.calls import RegionOptions
-from actckpt.action import Action
-from actckpt.planner.costs import BLOCK_INPUT, Value
+from actckpt.planner.costs import Value
 from actckpt.policies import Policy
 
 __all__ = ["BlockCall", "block_times"]
 
 _BLOCK = RegionOptions(is_block=True)
-#: Maximum bytes offloaded, unless one value has more.
-_MOVED_BYTES = 64 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,46 +83,25 @@ class BlockCall:
             return False
 
 
-def block_times(
-    call: BlockCall, values: tuple[Value, ...], recorded: tuple[Value, ...], no_rerun: str | None
-) -> tuple[Times, str | None]:
+def block_times(call: BlockCall, values: tuple[Value, ...], no_rerun: str | None) -> tuple[Times, str | None]:
     """Return the times of a block, and why it must not be rerun.
 
     Args:
-        recorded: the values by their places in the model.
         no_rerun: why it must not, if that is known.
     """
-    device, moved = call.structure.device, _moved(recorded)
-    policies: tuple[Policy, ...] = ([], "recompute", moved)
-    ways = [functools.partial(call.isolate, call.in_region(policy)) for policy in policies]
-    offloading = None
-    if moved and devices.accelerator_of(device.type) is not None:
-        num_moved = sum(action is Action.OFFLOAD for action in moved.values())
-        offloading = Offloading(ways[2], num_moved, sum(value.offloadable for value in values))
-    timed = functools.partial(
-        fastest,
-        call.isolate,
-        recorded=ways[0],
-        device=device,
-        num_values=len(values),
-        offloading=offloading,
-    )
+    device = call.structure.device
+    is_host = devices.accelerator_of(device.type) is None
+    recorded = functools.partial(call.isolate, call.in_region([]))
+    rerun = functools.partial(call.isolate, call.in_region("recompute"))
+    num_offloadable = 0 if is_host else sum(value.offloadable for value in values)
+    timed = functools.partial(fastest, call.isolate, recorded=recorded, device=device, num_offloadable=num_offloadable)
     if no_rerun is None:
         # A block that runs other operators each time fails in a rerun, as does one that cannot run in backward: it is
         # planned without reruns. A block that fails without a rerun, or because a failed rerun left state behind, fails
         # again.
         try:
-            return timed(rerun=ways[1]), None
+            return timed(rerun=rerun), None
         except Exception as error:
             first_line = next(iter(str(error).splitlines()), "").rstrip(".")
             no_rerun = f"it failed with {type(error).__name__}: {first_line}"
     return timed(rerun=None), no_rerun
-
-
-def _moved(values: tuple[Value, ...]) -> dict[str, Action]:
-    """Return a policy, by places, that offloads the smallest values and keeps the rest; may be empty."""
-    may = sorted((v for v in values if v.offloadable and v.name != BLOCK_INPUT), key=lambda value: value.nbytes)
-    total = itertools.accumulate(value.nbytes for value in may)
-    some = {value.name for value, nbytes in zip(may, total, strict=True) if value is may[0] or nbytes <= _MOVED_BYTES}
-    names = (value.name for value in values if value.needed and value.name != BLOCK_INPUT)
-    return {name: Action.OFFLOAD if name in some else Action.KEEP for name in names} if some else {}

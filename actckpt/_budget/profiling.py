@@ -16,8 +16,7 @@ bytes are those of the recorded call; its seconds and peaks are scaled (`profile
 Time. The same runs are timed in a region that recomputes all it can. The extra time of forward is the cost of
 recording. The extra time of backward is the cost of replaying; it is distributed over the values in proportion to their
 operators' times. Reruns are timed as in `timing`. Modes that watch the step are removed (NOTE [ Modes ]): a mode takes
-longer than small operators. On a device, a region that offloads some small values, for which host memory has room, is
-timed too.
+longer than small operators.
 
 Memory. What the block holds for backward beyond the known values (results of opaque kernels) is one value that always
 stays. Replays make operands that backward does not read, while gradients and kept values exist. That is more at once
@@ -170,7 +169,7 @@ class Profiler:
 
         def profiled() -> BlockProfile:
             with as_found(), _explained(name):
-                return _profiled(call, values, recorded, no_rerun=no_rerun)
+                return _profiled(call, values, no_rerun=no_rerun)
 
         profile = self._known_or(profiled, block, values, drawn, _passes_on(call.arguments))
         return _profiled_block(call, profile, places, result)
@@ -260,13 +259,10 @@ def _explained(name: str) -> Iterator[None]:
 
 
 @uncounted()
-def _profiled(
-    call: BlockCall, values: tuple[Value, ...], recorded: tuple[Value, ...], *, no_rerun: str | None
-) -> BlockProfile:
+def _profiled(call: BlockCall, values: tuple[Value, ...], *, no_rerun: str | None) -> BlockProfile:
     """Return the costs of a block.
 
     Args:
-        recorded: the values by their places in the model.
         no_rerun: why the block must not be rerun; None: no known reason.
     """
     structure, held = call.structure, held_bytes(call)
@@ -274,7 +270,7 @@ def _profiled(
     writes_to_input = any(id(storage) in structure.written for storage in argument_storages)
     with modes.without_own():
         no_rerun = no_rerun or _why_no_rerun(structure, writes_to_input=writes_to_input)
-        times, no_rerun = block_times(call, values, recorded, no_rerun)
+        times, no_rerun = block_times(call, values, no_rerun)
         values = _timed_again(call, values)
         peaks = block_peaks(call, can_rerun=no_rerun is None)
     values = tuple(dataclasses.replace(value, offload_s=times.offload_s * value.offloadable) for value in values)

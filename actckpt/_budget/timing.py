@@ -3,17 +3,13 @@
 A rerun is timed from its start to its end. It ends before the forward would, once it has all values that it must
 restore.
 
-Saving and restoring costs additional time per value: the extra time of forward and backward in a rerun region over
-plain ones, minus the rerun. For a block that takes long, noise may exceed this difference, but then it is small. So it
-is capped per value.
-
 In training a device is busy when a block starts, and computes while the host issues more. So the same block is issued
 once before, without waiting. The host's time to issue the work counts if it exceeds the device's: in a series of such
 blocks the device waits for the host, in forward or in backward.
 
-The host's extra time per offloaded value is measured with some values. If all are offloaded, the device may no longer
-hide it. The extra time of the block is then distributed over them: a sum over values cannot express that the first ones
-are free. Copies, and waiting for them, are not included.
+A value that is offloaded takes the host a fixed time. If all are offloaded, the device may not hide it. The extra time
+of the block is then distributed over them: a sum over values cannot express that the first ones are free. Copies, and
+waiting for them, are not included.
 """
 
 from __future__ import annotations
@@ -32,13 +28,13 @@ from actckpt._core.simulated import is_simulated
 from actckpt._core.storages import tensors_in
 from actckpt._rerun.audit import without_audits
 
-__all__ = ["Offloading", "Run", "Runs", "Times", "fastest"]
+__all__ = ["Run", "Runs", "Times", "fastest"]
 
 #: The fastest run counts: noise only adds time. At least this many runs are timed, at most this many, and no more once
 #: all together have taken this many seconds.
 _LEAST_TIMED, _MOST_TIMED, _TIMED_S = 2, 5, 0.1
-#: Maximum time to save and restore one more value.
-_MOST_PER_SAVED_S = 5e-6
+#: Host time to pack a value that is offloaded, and to unpack it.
+_PER_OFFLOADED_S = 15e-6
 
 
 class Run(NamedTuple):
@@ -85,23 +81,8 @@ class Times(NamedTuple):
     offload_s: float = 0.0
 
 
-class Offloading(NamedTuple):
-    """A block that offloads some of its values, and keeps the others."""
-
-    runs: Runs
-    #: How many values it offloads, and how many it could.
-    num_offloaded: int
-    num_offloadable: int
-
-
 def fastest(
-    plain: Runs,
-    *,
-    recorded: Runs,
-    rerun: Runs | None,
-    device: torch.device,
-    num_values: int,
-    offloading: Offloading | None = None,
+    plain: Runs, *, recorded: Runs, rerun: Runs | None, device: torch.device, num_offloadable: int = 0
 ) -> Times:
     """Return the least times of several runs, which alternate.
 
@@ -109,36 +90,20 @@ def fastest(
         plain, recorded, rerun: the block as it is, in a region that replays, and in one that reruns. The first run in
             each region takes longer: it is audited, or meets new code.
         device: of the block.
-        num_values: number of its values.
-        offloading: the block in a region that offloads; None: the host's time for that is not measured.
+        num_offloadable: number of values that it may offload.
     """
     ways: list[Callable[[], tuple[_Span, ...]]] = [functools.partial(_timed, way, device) for way in (plain, recorded)]
     if rerun is not None:
         ways.append(functools.partial(_timed_rerun, rerun, device))
-    if offloading is not None:
-        ways.append(functools.partial(_timed, offloading.runs, device))
-    (forward, backward), (recording, replaying), *others = _in_turns(ways)
-    rerun_s, offload_s = None, 0.0
-    if rerun is not None:
-        *spans, rerun_span = others.pop(0)
-        longer_s = sum(span.seconds for span in spans) - forward.seconds - backward.seconds
-        rerun_s = min(max(longer_s, rerun_span.seconds), rerun_span.seconds + num_values * _MOST_PER_SAVED_S)
-    if offloading is not None:
-        pairs = zip((recording, backward), others.pop(), strict=True)
-        offload_s = sum(_per_offloaded_s(usual, with_some, offloading) for usual, with_some in pairs)
+    (forward, backward), (recording, replaying), *reruns = _in_turns(ways)
+    rerun_s = reruns[0][0].seconds if reruns else None
+    offload_s = sum(_longer_s(span, num_offloadable) for span in (recording, backward)) / max(num_offloadable, 1)
     return Times(forward.seconds, backward.seconds, recording.seconds, replaying.seconds, rerun_s, offload_s)
 
 
-def _per_offloaded_s(usual: _Span, with_some: _Span, offloading: Offloading) -> float:
-    """Return the extra time of forward or backward for each offloaded value.
-
-    Args:
-        usual: time without offloading.
-        with_some: time with some offloaded values.
-    """
-    host_s = max(with_some.host_s - usual.host_s, 0.0) / offloading.num_offloaded
-    num = offloading.num_offloadable
-    return max(usual.host_s + num * host_s - usual.seconds, 0.0) / num
+def _longer_s(span: _Span, num_offloaded: int) -> float:
+    """Return the extra time of forward or backward if the host offloads so many values."""
+    return max(span.host_s + num_offloaded * _PER_OFFLOADED_S - span.seconds, 0.0)
 
 
 def _in_turns(timed: Sequence[Callable[[], tuple[_Span, ...]]]) -> list[tuple[_Span, ...]]:
@@ -202,11 +167,11 @@ def _backward(run: Run, roots: list[Tensor]) -> None:
     run.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _timed_rerun(runs: Runs, device: torch.device) -> tuple[_Span, _Span, _Span]:
-    """Return the times of forward, backward and the rerun in it; zero for the last if no rerun starts."""
+def _timed_rerun(runs: Runs, device: torch.device) -> tuple[_Span]:
+    """Return the time of the rerun in a backward; zero if none starts."""
     timer = _Timer(device)
-    forward, backward = _timed(runs, device, timer.registered())
-    return forward, backward, _Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1])
+    _timed(runs, device, timer.registered())
+    return (_Span(0.0, 0.0) if timer.span is None else timer.span[0].until(timer.span[1]),)
 
 
 class _Timer(extensions.Extension):
