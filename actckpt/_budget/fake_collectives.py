@@ -6,9 +6,9 @@ Ranks profile different blocks at different times, and plans differ. A collectiv
 be matched with the next one; gradients would then be silently wrong. So profiling does not communicate, and no plan
 reruns a block with collectives, or names a collective; replay keeps their results.
 
-In runs for profiling, each collective returns at once the result as if the other ranks had sent what this rank sends,
-or zeros if that has another size. Integers, which may determine sizes (how many tokens go to which expert), are those
-that the recorded call received. An unknown collective raises: no other rank would receive what it sends.
+In runs for profiling, each collective returns at once what this rank sends, repeated or cut to the size that is
+received. Integers, which may determine sizes (how many tokens go to which expert), are those that the recorded call
+received. An unknown collective raises: no other rank would receive what it sends.
 
 `actckpt.plan` runs whole steps as often as it must. If the first one communicates, it raises after that step, which all
 ranks have run once. Blocks that would gather sharded parameters once more are not profiled: that is an error.
@@ -17,7 +17,6 @@ ranks have run once. Blocks that would gather sharded parameters once more are n
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,51 +32,13 @@ __all__ = ["Exchanges", "FakeCollectives", "check_units", "check_wrapped", "num_
 #: FSDP's own operators that communicate call operators of these.
 _EXCHANGES = ranks.COLLECTIVE_NAMESPACES - {"fsdp"}
 _LOCAL = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+#: Those that return new tensors, whose sizes they tell for meta tensors.
+_FUNCTIONAL = ("_c10d_functional", "c10d_functional")
 
 
 def num_ranks() -> int:
     distributed = torch.distributed
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _gathered(x: Tensor, num_ranks: int, *_: object) -> Tensor:
-    return torch.cat([x] * num_ranks)
-
-
-def _scattered(x: Tensor, _: str, num_ranks: int, *__: object) -> Tensor:
-    return x[: x.shape[0] // num_ranks].clone()
-
-
-def _sent_to_all(x: Tensor, output_sizes: Sequence[int], *_: object) -> Tensor:
-    return x.new_zeros(sum(output_sizes), *x.shape[1:]) if output_sizes else x.clone()
-
-
-def _copied(x: Tensor, *_: object) -> Tensor:
-    return x.clone()
-
-
-def _itself(x: Any, *_: object) -> Any:
-    return x
-
-
-def _each(of: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
-    return lambda inputs, *rest: [of(x, *rest) for x in inputs]
-
-
-#: Results of functional collectives, by name.
-_RESULTS: dict[str, Callable[..., Any]] = {
-    "all_reduce": _copied,
-    "all_reduce_": _itself,
-    "all_reduce_coalesced": _each(_copied),
-    "all_reduce_coalesced_": _itself,
-    "all_gather_into_tensor": _gathered,
-    "all_gather_into_tensor_coalesced": _each(_gathered),
-    "reduce_scatter_tensor": _scattered,
-    "reduce_scatter_tensor_coalesced": _each(_scattered),
-    "all_to_all_single": _sent_to_all,
-    "broadcast": _copied,
-    "broadcast_": _itself,
-}
 
 
 def _exchanges(func: Any) -> bool:
@@ -157,9 +118,20 @@ def _local_result(func: Any, args: tuple[Any, ...]) -> Any:
         returns = [str(returned.type) for returned in func._schema.returns]
         work = torch_private.finished_work()
         return (args[0], work) if len(returns) == 2 else work if returns else None
-    if name not in _RESULTS or namespace == "_dtensor":
+    if namespace not in _FUNCTIONAL or name.endswith("_out"):
         raise NotImplementedError(f"{func} exchanges tensors with other ranks, and it is not known how large they are")
-    return _RESULTS[name](*args)
+    if name.endswith("_"):
+        return args[0]
+    sent, *others = args
+    if isinstance(sent, Tensor):
+        return _repeated(sent, func(sent.to("meta"), *others))
+    return list(map(_repeated, sent, func([tensor.to("meta") for tensor in sent], *others)))
+
+
+def _repeated(sent: Tensor, received: Tensor) -> Tensor:
+    """Return a tensor of the size that is received, from what is sent."""
+    flat, numel = sent.flatten() if sent.numel() else sent.new_zeros(1), received.numel()
+    return flat.repeat(-(-numel // len(flat)))[:numel].reshape(received.shape)
 
 
 def check_units(name: str, exchanges: Exchanges) -> None:

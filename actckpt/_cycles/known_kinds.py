@@ -21,7 +21,7 @@ from actckpt._budget.running import device_of
 from actckpt._core.storages import gradient_of, tensors_in
 from actckpt._cycles.kinds import Kind
 
-__all__ = ["CycleKey", "CycleKeys", "ForwardKey", "Found", "KnownKinds"]
+__all__ = ["CycleKey", "CycleKeys", "ForwardKey", "KnownKinds"]
 
 #: Maximum number of kinds with their own plan: the first ones, and including those that are larger than the first.
 _OWN_PLANS, _MOST_PLANS = 16, 64
@@ -90,15 +90,6 @@ class CycleKeys:
         return self._parameters
 
 
-class Found(NamedTuple):
-    """The kind as which a cycle runs."""
-
-    #: None: everything is recomputed.
-    kind: Kind | None
-    #: It is the kind of a larger cycle.
-    is_smaller: bool = False
-
-
 class KnownKinds:
     """Finds the kind of a cycle.
 
@@ -121,9 +112,10 @@ class KnownKinds:
         self._kinds.clear()
         self._separate.clear()
 
-    def find(self, key: CycleKey) -> Found:
+    def find(self, key: CycleKey) -> tuple[Kind | None, bool]:
+        """Return the kind as which a cycle runs (None: it recomputes all), and whether that is a larger one's."""
         if (known := self._kinds.get(key)) is not None:
-            return Found(known)
+            return known, False
         is_full = len(self._kinds) >= _MOST_PLANS
         if is_full or (len(self._kinds) >= _OWN_PLANS and key not in self._separate):
             larger = [
@@ -132,10 +124,10 @@ class KnownKinds:
                 if kind.can_be_shared and other.accumulates == key.accumulates and other.forward.holds(key.forward)
             ]
             if larger:
-                return Found(min(larger, key=lambda item: item[0].forward.num_elements)[1], is_smaller=True)
+                return min(larger, key=lambda item: item[0].forward.num_elements)[1], True
         if not is_full:
             self._kinds[key] = self._make()
-        return Found(self._kinds.get(key))
+        return self._kinds.get(key), False
 
     def separate(self, key: CycleKey) -> None:
         """Give a smaller cycle its own plan."""
