@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,47 +42,66 @@ def _kept() -> dict[str, int]:
     return {name: getattr(found, name) for name in REASONS if getattr(found, name)}
 
 
-def _use(store: Any) -> None:
-    stores._stores["cpu"] = config.generation, store
-
-
-def _train(count: int = 3) -> None:
+def _train(store: CpuStore, count: int = 3) -> None:
     """Save `count` tensors of a page each, and bring them back."""
+    stores._stores["cpu"] = config.generation, store
     xs = [torch.randn(PAGE // 4, requires_grad=True) for _ in range(count)]
     hs = [x * 1.5 for x in xs]
     with actckpt.offload(min_bytes=0):
         ys = [h.sin() for h in hs]
-    store = stores.cpu_store()
-    assert store is not None
     store.flush()
     for x, h, y in zip(xs, hs, ys, strict=True):
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], h.detach().cos() * 1.5)
 
 
-def test_a_limit_and_a_full_disk_are_full(tmp_path: Path) -> None:
-    _use(CpuStore.on_disk(str(tmp_path), limit_bytes=2 * PAGE))
-    _train()
-    assert _kept() == {"kept_full": 1}
+def _failing_disk(folder: str, code: int) -> CpuStore:
     io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, errno.ENOSPC
+    faults.fail_write_at, faults.write_errno = 0, code
     io.set(faults)
-    _use(sim.disk_store(str(tmp_path), io))
-    _train()
-    assert _kept() == {"kept_full": 1, "failed_writes": 3}, "those of the store before it still count"
+    return sim.disk_store(folder, io)
 
 
-def test_a_broken_disk_is_a_failure(tmp_path: Path) -> None:
-    io, faults = sim.FaultyFileIo(), sim.Faults()
-    faults.fail_write_at, faults.write_errno = 0, errno.EIO
-    io.set(faults)
-    _use(sim.disk_store(str(tmp_path), io))
-    _train()
-    assert _kept() == {"failed_writes": 3}
+#: Stores, what each counts of three tensors, and what is logged.
+DISKS: dict[str, tuple[Callable[[str], CpuStore], dict[str, int], str]] = {
+    "good": (CpuStore.on_disk, {}, ""),
+    "limited": (lambda folder: CpuStore.on_disk(folder, limit_bytes=2 * PAGE), {"kept_full": 1}, "full.*disk_limit"),
+    "full": (
+        lambda folder: _failing_disk(folder, errno.ENOSPC),
+        {"failed_writes": 3},
+        "is full.*nothing is lost.*No space left on device",
+    ),
+    "broken": (
+        lambda folder: _failing_disk(folder, errno.EIO),
+        {"failed_writes": 3},
+        "Writing to the spill file fails.*nothing is lost.*errno 5",
+    ),
+}
+
+
+def _logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", DISKS)
+def test_what_a_disk_does_not_take_is_counted_and_told_once(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, counts_of_store, words = DISKS[name]
+    for number in (1, 2):  # another store of the same process says nothing new, and the sums go on
+        _train(make(str(tmp_path)))
+        assert _kept() == {reason: number * count for reason, count in counts_of_store.items()}
+    messages = _logged(caplog)
+    assert len(messages) == bool(words) and all(re.search(words, message, re.DOTALL) for message in messages)
+
+
+def test_a_full_limit_and_a_broken_disk_are_two_reasons(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("limited", "broken"):
+        _train(DISKS[name][0](str(tmp_path)))
+    assert len(_logged(caplog)) == 2
 
 
 def test_sums_outlive_their_store_and_reset_sets_them_to_zero(tmp_path: Path) -> None:
-    _use(CpuStore.on_disk(str(tmp_path), limit_bytes=0))
-    _train()
+    _train(CpuStore.on_disk(str(tmp_path), limit_bytes=0))
     stores._stores.clear()
     gc.collect()
     assert _kept() == {"kept_full": 3}
@@ -106,18 +127,13 @@ class _Device:
 def test_each_reason_on_a_device_has_its_name(tmp_path: Path) -> None:
     full = _Device(pinned=PAGE)
     held = [full.put() for _ in range(3)]
-    assert _kept() == {"kept_full": 2}
-
     capturing = _Device(pinned=PAGE)
     capturing.cuda.set_capturing(0, True)
     assert capturing.put() == _C.Kept.CAPTURING
     assert _kept() == {"kept_full": 2, "kept_capturing": 1}
-
     busy = _Device(pinned=0, spill_file=_C.SpillFile(str(tmp_path)), bounce_bytes=2 * PAGE, buffer_bytes=PAGE)
     held += [busy.put(must=False), busy.put(must=False)]
     assert held[-1] == _C.Kept.BUSY
-    assert _kept() == {"kept_full": 2, "kept_capturing": 1, "kept_busy": 1}
-
     failing = _Device(pinned=1 << 20)
     failing.put()
     failing.cuda.fail_at(1, 700)
@@ -130,8 +146,7 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
 ) -> None:
     """The garbage collector may end a store anywhere, in this very loop too."""
     ending = CpuStore.on_disk(str(tmp_path))
-    stores._stores["cpu"] = config.generation, ending
-    _train()
+    _train(ending)
     before = counts.sums()
     assert before["prefetched_reloads"] + before["late_reloads"] > 0
     held = [ending]
@@ -152,9 +167,8 @@ def test_a_store_that_ends_while_its_figures_are_summed_counts_once(
 
 
 def test_stats_print_with_units_and_without_zeros(tmp_path: Path) -> None:
-    _use(CpuStore.on_disk(str(tmp_path)))
     assert "offloaded_bytes" not in str(actckpt.stats())
-    _train(count=4)
+    _train(CpuStore.on_disk(str(tmp_path)), count=4)
     lines = dict(line.split(maxsplit=1) for line in str(actckpt.stats()).splitlines())
     assert lines["offloaded_bytes"] == "16.00 KiB"
     assert all(text not in ("0", "0 B") for text in lines.values())

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +38,23 @@ def test_a_call_enters_its_context_once_and_the_mode_of_capture_where_it_queries
     del ticket
     tickets.clear()
     rig.settle()
-    calls = [rig.cuda.num_calls]
-    ticket = rig.put(Tensor())
-    calls.append(rig.cuda.num_calls)
-    rig.put(Tensor())
-    calls.append(rig.cuda.num_calls)
-    assert [after - before for before, after in pairwise(calls)] == [
-        7,  # push, is capturing, record, wait, copy, record, pop
-        10,  # and relaxed, queries the copy before, back
-    ]
+    results: list[Any] = []
+
+    def num_calls(call: Callable[[], object]) -> int:
+        before = rig.cuda.num_calls
+        results.append(call())
+        return rig.cuda.num_calls - before
+
+    assert num_calls(lambda: rig.put(Tensor())) == 7  # push, is capturing, record, wait, copy, record, pop
+    assert num_calls(lambda: rig.put(Tensor())) == 10  # and relaxed, queries the copy before, back
     rig.settle()
-    calls = [rig.cuda.num_calls]
-    assert ticket.get(0, DEFAULT) is None
-    calls.append(rig.cuda.num_calls)
-    assert ticket.load(0, DEFAULT, buffers[0].ptr, buffers[0], urgent=True)
-    calls.append(rig.cuda.num_calls)
-    assert ticket.get(0, DEFAULT) == (buffers[0], False)
-    calls.append(rig.cuda.num_calls)
-    assert [after - before for before, after in pairwise(calls)] == [
-        3,  # push, is capturing, pop
-        8,  # push, is capturing, record, two waits, copy, record, pop
-        6,  # push, is capturing, a wait between two events that are timed, pop
-    ]
+    ticket, buffer = results[0], buffers[0]
+    assert num_calls(lambda: ticket.get(0, DEFAULT)) == 3  # push, is capturing, pop
+    # Push, is capturing, record, two waits, copy, record, pop.
+    assert num_calls(lambda: ticket.load(0, DEFAULT, buffer.ptr, buffer, urgent=True)) == 8
+    # Push, is capturing, a wait between two events that are timed, pop.
+    assert num_calls(lambda: ticket.get(0, DEFAULT)) == 6
+    assert results[2:] == [None, True, (buffer, False)]
 
 
 def test_a_get_hands_back_sources_that_have_passed_before_memory_for_its_load_is_allocated(rig: Rig) -> None:
@@ -265,19 +259,26 @@ def test_an_engine_makes_no_driver_call_once_the_process_ends() -> None:
     assert done.stdout.split() == ["Kept.FAILED", "the", "process", "is", "ending", "0"]
 
 
-def test_options_that_no_engine_can_have_are_named() -> None:
-    options: dict[str, Any] = {"limit_bytes": 1, "window_bytes": 1, "release": lambda keep, uses: None}
-    with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
-        _C.DeviceEngine.cuda(library="libm.so.6", num_workers=0, **options)
-    for nbytes in (0, 1000):
-        with pytest.raises(ValueError, match=f"buffer_bytes must be a multiple of 4096, got {nbytes}"):
-            _C.DeviceEngine.cuda(library="libm.so.6", buffer_bytes=nbytes, **options)
+_HOST: dict[str, Any] = {"window_bytes": None, "bounce_bytes": 1 << 20}
+_CUDA: dict[str, Any] = {"limit_bytes": 1, "window_bytes": 1, "release": lambda keep, uses: None}
 
 
-def test_an_engine_needs_a_library_or_a_driver_and_not_both() -> None:
-    options: dict[str, Any] = {"limit_bytes": 1, "window_bytes": 1, "release": lambda keep, uses: None}
-    with pytest.raises(ValueError, match="name the driver's library"):
-        _C.DeviceEngine.cuda(**options)
-    with pytest.raises(ValueError, match="or give a driver in its place"):
-        sim.MockCuda().engine(library="libm.so.6", **options)
-    assert sim.MockCuda().engine(**options).library == ""
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (_C.DeviceEngine.host, {**_HOST, "buffer_bytes": 100}, "buffer_bytes must be a multiple of 4096, got 100"),
+        (_C.DeviceEngine.host, {**_HOST, "num_workers": -1}, "num_workers must not be negative, got -1"),
+        (_C.DeviceEngine.cuda, {**_CUDA, "library": "libm.so.6", "num_workers": 0}, "num_workers must be at least 1"),
+        (_C.DeviceEngine.cuda, {**_CUDA, "library": "libm.so.6", "buffer_bytes": 0}, "a multiple of 4096, got 0"),
+        (_C.DeviceEngine.cuda, _CUDA, "name the driver's library"),
+        (sim.MockCuda().engine, {**_CUDA, "library": "libm.so.6"}, "or give a driver in its place"),
+    ],
+)
+def test_options_that_no_engine_can_have_are_named(
+    make: Callable[..., object], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    if "bounce_bytes" in options:
+        options = {**options, "spill_file": _C.SpillFile(str(tmp_path))}
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+    assert sim.MockCuda().engine(**_CUDA).library == ""

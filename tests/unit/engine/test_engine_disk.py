@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cpu_rig import MIB, Make, Rig
-from oracle import in_threads
 
 from actckpt import _C
 
@@ -68,52 +67,10 @@ def test_limit_holds_and_the_error_names_both_numbers(folder: str, make_bytes: M
     write(file, make_bytes(2 * MIB))
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-@pytest.mark.parametrize("position", [0, 5000, 4 * MIB + 1])
-def test_a_failing_write_reports_and_gives_its_space_back(rig: Rig, make_bytes: Make, code: int, position: int) -> None:
-    rig.faults(fail_write_at=position, write_errno=code)
-    data = make_bytes(5 * MIB)
-    with pytest.raises(_C.OffloadError, match=f"offset {position // 4096 * 4096} .*errno {code}"):
-        write(rig.file, data)
-    assert rig.file.stats().disk_bytes == 0 and rig.file.stats().num_failed_writes == 1
-    rig.faults()
-    assert np.array_equal(read(rig.file, write(rig.file, data)), data)
-
-
-@pytest.mark.parametrize("step", [4096, 4097, 70_000])
-def test_short_writes_and_reads_are_continued(rig: Rig, make_bytes: Make, step: int) -> None:
-    rig.faults(max_write_bytes=step, max_read_bytes=step)
-    data = make_bytes(MIB + 77)
-    assert np.array_equal(read(rig.file, write(rig.file, data)), data)
-
-
 def test_a_disk_that_accepts_nothing_is_an_error_and_no_hang(rig: Rig, make_bytes: Make) -> None:
     rig.faults(max_write_bytes=100)
     with pytest.raises(_C.OffloadError, match="no byte is accepted"):
         write(rig.file, make_bytes(MIB))
-
-
-@pytest.mark.parametrize(
-    ("faults", "message"),
-    [
-        *(({"alter_read_at": position}, "offset 0 .*checksum") for position in (0, 4095, 123_456, MIB - 1)),
-        ({"fail_read_at": 5 * MIB}, f"offset 0 .*errno {errno.EIO}"),
-        ({"end_of_file_at": 10_000}, "end of the file"),
-    ],
-    ids=str,
-)
-def test_a_read_that_fails_or_alters_raises_with_the_reason_and_the_next_one_is_right(
-    rig: Rig, make_bytes: Make, folder: str, faults: dict[str, int], message: str
-) -> None:
-    data = make_bytes(9 * MIB)
-    block = write(rig.file, data)
-    rig.faults(**faults)
-    with pytest.raises(_C.OffloadReadError, match=message) as caught:
-        read(rig.file, block)
-    assert folder in str(caught.value) and rig.file.stats().num_failed_reads == 1
-    assert "alter_read_at" not in faults or f"{block.checksum:#018x}" in str(caught.value)
-    rig.faults()
-    assert np.array_equal(read(rig.file, block), data)
 
 
 def test_a_full_file_system_is_an_error_not_a_loss(folder: str, make_bytes: Make) -> None:
@@ -149,33 +106,10 @@ def test_memory_file_systems_are_recognised(folder: str) -> None:
     assert not _C.is_memory_folder("/nowhere")
 
 
-def test_memory_file_systems_work_too(make_bytes: Make) -> None:
-    if not _C.is_memory_folder("/dev/shm"):
-        pytest.skip("no tmpfs at /dev/shm")
-    file = _C.SpillFile("/dev/shm")
-    data = make_bytes(MIB + 1)
-    assert np.array_equal(read(file, write(file, data)), data)
-
-
 def test_blocks_of_another_file_are_refused(folder: str, make_bytes: Make) -> None:
     one, other = _C.SpillFile(folder), _C.SpillFile(folder)
     with pytest.raises(_C.OffloadError, match="another spill file"):
         read(other, write(one, make_bytes(10)))
-
-
-def test_threads_share_a_file_with_fewer_buffers_than_threads(folder: str) -> None:
-    file = _C.SpillFile(folder)
-
-    def work(seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        for _ in range(20):
-            data = rng.integers(0, 256, int(rng.integers(1, 400_000)), dtype=np.uint8)
-            block = write(file, data)
-            assert np.array_equal(read(file, block), data)
-            block.free()
-
-    in_threads(work, 8)
-    assert file.stats().disk_bytes == 0
 
 
 def test_descriptors_are_closed(folder: str) -> None:

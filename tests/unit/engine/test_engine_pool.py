@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import random
 from pathlib import Path
 
 import pytest
-from oracle import in_threads
 
 from actckpt import _C
 
@@ -151,38 +149,3 @@ def test_slabs_are_not_inherited_nor_dumped_and_ask_for_huge_pages() -> None:
     if Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
         assert "hg" in flags
     assert block.segments[0][0] % (2 * MIB) == 0
-
-
-def test_a_forked_child_gets_an_error_and_the_parent_goes_on() -> None:
-    pool = _C.Pool()
-    block = pool.allocate(MIB)
-    child = os.fork()
-    if child == 0:
-        try:
-            pool.allocate(1)
-        except _C.ForkedError:
-            block.free()
-            _C.Pool().allocate(1)
-            os._exit(0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    fill(block, 1)
-
-
-def test_threads_share_a_pool() -> None:
-    pool = _C.Pool(slab_bytes=MIB, limit_bytes=64 * MIB)
-
-    def work(seed: int) -> None:
-        rng = random.Random(seed)
-        for _ in range(150):
-            block = pool.allocate(rng.randrange(1, MIB))
-            fill(block, 1 + seed)
-            assert holds(block, 1 + seed)
-            block.free()
-            if rng.random() < 0.1:
-                pool.trim()
-
-    in_threads(work, 4)
-    assert pool.stats().stored_bytes == 0
-    pool.trim()
-    assert pool.stats().pool_bytes == 0
