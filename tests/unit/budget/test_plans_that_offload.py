@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -67,40 +68,34 @@ def test_what_is_pinned_to_stay_is_not_made_again_by_a_rerun() -> None:
         solved(costs, 600.0, {"x": "keep"})
 
 
-def test_the_error_says_the_smaller_budget_and_holds_no_frame() -> None:
-    class Held:
-        pass
+class _Held:
+    """Stands for what the forward of a model has at hand."""
 
-    def ask() -> tuple[float | None, weakref.ref[Held]]:
-        held = Held()
-        try:
-            solved(_costs(50.0), 10.0, None)
-        except PlanInfeasibleError as error:
-            return error.smallest_bytes, weakref.ref(held)
-        raise AssertionError("10 bytes were enough")
 
-    with no_collector():
-        smallest, held = ask()
-        assert held() is None
+def test_the_error_says_the_smaller_budget() -> None:
+    with pytest.raises(PlanInfeasibleError) as raised:
+        solved(_costs(50.0), 10.0, None)
+    smallest = raised.value.smallest_bytes
     assert smallest is not None
     solved(_costs(50.0), smallest, None)
     with pytest.raises(PlanInfeasibleError):
         solved(_costs(50.0), smallest - 1, None)
 
 
-def test_a_plan_that_fits_only_with_the_link_holds_no_frame() -> None:
-    """The error of the other one would hold the frames of the model, and with them what its forward has at hand."""
-
-    class Held:
-        pass
-
-    stays = [{"name": "x", "bytes": 100, "replayable": False}]
+@pytest.mark.parametrize(
+    ("budget", "changes"),
+    [(10.0, {}), (600.0, {"values": [{"name": "x", "bytes": 100, "replayable": False}]})],
+    ids=["nothing fits", "a plan fits with the link only"],
+)
+def test_errors_hold_no_frame(budget: float, changes: dict[str, Any]) -> None:
+    """Else they would hold the frames of the model."""
     with pytest.raises(PlanInfeasibleError):
-        solve(_costs(0.0, values=stays), budget=600.0)
+        solve(_costs(0.0, **changes), budget=budget)
 
-    def ask() -> weakref.ref[Held]:
-        held = Held()
-        solved(_costs(50.0, values=stays), 600.0, None)
+    def ask() -> weakref.ref[_Held]:
+        held = _Held()
+        with suppress(PlanInfeasibleError):
+            solved(_costs(50.0, **changes), budget, None)
         return weakref.ref(held)
 
     with no_collector():

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from actckpt._budget import sizes
-from actckpt._offload import limits
 
 _CPU = torch.device("cpu")
 
@@ -39,14 +37,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_budget_for_everything_in_bytes(budget: object, nbytes: float) -> None:
     assert sizes.budget_bytes(budget, _CPU, held_bytes=4 * 2**30) == pytest.approx(nbytes)
-
-
-@pytest.mark.parametrize(
-    "budget", ["2000", "-2GiB", "70 gigs", "150%", 0.0, 1.01, -1, 24, 2**20 - 1, True, None, "NaNGiB"]
-)
-def test_what_is_no_budget_for_everything(budget: object) -> None:
-    with pytest.raises(ValueError, match=r"budget="):
-        sizes.budget_bytes(budget, _CPU, held_bytes=0.0)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +78,7 @@ _HINTS: dict[str, list[tuple[object, str]]] = {
         ("all", r"is not a size\. .*a share of the device like '90%'.*, or 'auto'\.$"),
         ("0G", r"or 'auto'\.$"),
         ("1e30MiB", r"or 'auto'\.$"),
+        *((none, "") for none in ("2000", "-2GiB", "150%", "NaNGiB", 0.0, 1.01, 24, 2**20 - 1, True, None)),
     ],
     "activation_budget": [
         (float("nan"), r"is not a size\. .*whole number\.$"),
@@ -134,24 +125,3 @@ def test_what_errors_about_budgets_suggest_is_taken(wrong: object) -> None:
             assert suggested
             for text, number in suggested:
                 assert take(text or float(number)) > 0, f"{what}={wrong!r}: {text or number}"
-
-
-def _machine(root: Path, *, total_kib: int, available_kib: int, limit: str, used: int) -> Path:
-    group = root / "sys/fs/cgroup/job"
-    for folder in (root / "proc/self", group):
-        folder.mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: {total_kib} kB\nMemAvailable: {available_kib} kB\n")
-    (root / "proc/self/cgroup").write_text("0::/job\n")
-    (group / "memory.max").write_text(limit)
-    (group / "memory.current").write_text(str(used))
-    return root
-
-
-def test_a_share_of_the_machine_is_one_of_its_cgroup_where_that_has_less(tmp_path: Path) -> None:
-    root = _machine(tmp_path / "small", total_kib=1000, available_kib=900, limit=str(500 * 1024), used=100 * 1024)
-    assert limits.total_host_bytes(root, {}) == 500 * 1024
-    assert limits.available_host_bytes(root, {}) == 400 * 1024
-    assert limits.total_host_bytes(root, {"LOCAL_WORLD_SIZE": "2"}) == 250 * 1024
-    root = _machine(tmp_path / "free", total_kib=1000, available_kib=900, limit="max", used=100 * 1024)
-    assert limits.total_host_bytes(root, {}) == 1000 * 1024
-    assert limits.available_host_bytes(root, {}) == 900 * 1024

@@ -1,4 +1,4 @@
-"""What cost tables say that blocks take: reruns end early, and what watches a step is not timed."""
+"""What cost tables say that blocks and their reruns take: what is timed, and which of several times counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from oracle import assert_equal
+from oracle import assert_equal, gradients
 from test_budget_profiling import Model
 from test_budgets import Block
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import actckpt
 from actckpt._budget import timing
+from actckpt._budget.timing import Times
 from actckpt._core import devices
 
 
@@ -65,15 +66,14 @@ def _step(model: nn.Module, x: Tensor) -> None:
     model(x).backward()
 
 
-_calls = itertools.count()
-
-
 class OtherEachTime(Block):
     """Runs other operators each time, and no attribute tells."""
 
+    numbers = itertools.count()
+
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
-        return result + result[..., : 1 + next(_calls) % 7].exp().sum()
+        return result + result[..., : 1 + next(self.numbers) % 7].exp().sum()
 
 
 def test_blocks_of_which_a_rerun_fails_are_planned_without_one() -> None:
@@ -117,7 +117,7 @@ def test_blocks_whose_reruns_raise_are_trained_where_nothing_needs_one(kind: typ
             each.zero_grad()
             torch.manual_seed(1)
             each(x).backward()
-        assert_equal([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+        assert_equal(gradients(model), gradients(plain))
     plan = actckpt.report(model).plan
     assert plan is not None and not any(block.rerun for block in plan.costs.blocks)
 
@@ -129,13 +129,15 @@ class _Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class NotesModes(Block):
-    """Takes down which modes its calls run below."""
+class Notes(Block):
+    """Notes which modes each call runs below, and whether autocast keeps what it casts."""
 
-    found: ClassVar[list[tuple[str, ...]]] = []
+    modes: ClassVar[list[tuple[str, ...]]] = []
+    caches: ClassVar[list[bool]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.found.append(tuple(type(mode).__name__ for mode in _get_current_dispatch_mode_stack()))
+        self.modes.append(tuple(type(mode).__name__ for mode in _get_current_dispatch_mode_stack()))
+        self.caches.append(torch.is_autocast_cache_enabled())
         return super().forward(x)
 
 
@@ -146,13 +148,13 @@ def test_blocks_are_timed_below_the_modes_of_the_program_alone(
     timed, run = [], timing._timed
 
     def noted(*args: Any) -> Any:
-        NotesModes.found.clear()
+        Notes.modes.clear()
         found = run(*args)
-        timed.extend(NotesModes.found)  # of the forward, and of its rerun
+        timed.extend(Notes.modes)  # of the forward, and of its rerun
         return found
 
     monkeypatch.setattr(timing, "_timed", noted)
-    model, x = Model(NotesModes), torch.randn(8, 16, 32)
+    model, x = Model(Notes), torch.randn(8, 16, 32)
     actckpt.configure(observers=[_Seen])
     with _Seen():
         if is_applied:
@@ -164,23 +166,42 @@ def test_blocks_are_timed_below_the_modes_of_the_program_alone(
         assert set(timed) == {("_Seen",), ("_Seen", "Recorder")}
 
 
-class NotesCache(Block):
-    """Takes down whether autocast keeps what it casts."""
-
-    found: ClassVar[list[bool]] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.found.append(torch.is_autocast_cache_enabled())
-        return super().forward(x)
-
-
 def test_what_is_timed_leaves_no_casts_in_the_cache_of_autocast() -> None:
-    model = Model(NotesCache)
+    model = Model(Notes)
     actckpt.apply(model, blocks="blocks.*", activation_budget="80%", race=False)
-    NotesCache.found.clear()
+    Notes.caches.clear()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(torch.randn(8, 16, 32))
         assert torch.is_autocast_cache_enabled()
     loss.float().backward()
     # All but the calls of the step, and the few runs that show how many bytes a block needs: kept, replayed and rerun.
-    assert NotesCache.found.count(False) >= 15 and NotesCache.found.count(True) <= 2 * len(model.blocks) + 6
+    assert Notes.caches.count(False) >= 15 and Notes.caches.count(True) <= 2 * len(model.blocks) + 6
+
+
+_CPU = torch.device("cpu")
+
+
+def _spans(*seconds: float) -> tuple[timing._Span, ...]:
+    """Return what takes the host so many seconds."""
+    return tuple(timing._Span(each, each) for each in seconds)
+
+
+def _fastest(monkeypatch: pytest.MonkeyPatch, turns: list[tuple[Any, Any, Any]], *, has_rerun: bool = True) -> Times:
+    """Return the times of turns: plain and recorded, forward and backward each, and of the rerun alone."""
+    ways: list[Any] = ["plain", "recorded", "rerun"]
+    left = {way: [turn[number] for turn in turns] for number, way in enumerate(ways)}
+    monkeypatch.setattr(timing, "_timed", lambda way, _: _spans(*left[way].pop(0)))
+    monkeypatch.setattr(timing, "_timed_rerun", lambda way, _: _spans(left[way].pop(0)))
+    monkeypatch.setattr(timing, "_TIMED_S", 0.0)
+    rerun = ways[2] if has_rerun else None
+    return timing.fastest(ways[0], recorded=ways[1], rerun=rerun, device=_CPU)
+
+
+def test_the_least_of_each_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = ((2.0, 5.0), (3.0, 4.0), 1.5), ((1.0, 6.0), (2.0, 5.0), 0.5)
+    assert _fastest(monkeypatch, [slow, fast]) == (1.0, 5.0, 2.0, 4.0, 0.5, 0.0)
+
+
+def test_a_block_that_may_not_run_again_has_no_such_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn = ((1.0, 2.0), (1.5, 2.5), None)
+    assert _fastest(monkeypatch, [turn] * 2, has_rerun=False) == (1.0, 2.0, 1.5, 2.5, None, 0.0)

@@ -1,11 +1,12 @@
-"""How much may be on its way to a store: the least of what owners, as blocks under a plan, allow."""
+"""How much may be on its way to a store: the least of what owners, as blocks under a plan, allow while they run."""
 
 from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
-from internals.stores import store_of_kind
+from internals.stores import offload_from, store_of_kind
 from torch import Tensor, nn
 
 import actckpt
@@ -64,3 +65,18 @@ def test_a_store_made_later_has_the_limit_of_owners() -> None:
     del owner
     gc.collect()
     assert stores.window_bytes() == expected
+
+
+def test_windows_of_a_plan_end_with_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    offload_from(monkeypatch, 4 << 10)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)))
+    x = torch.randn(256, 64)
+    actckpt.apply(model, activation_budget="60%", pins={"0::aten.addmm.default#0.0": "offload"})
+    for _ in range(3):
+        model(x).square().mean().backward()
+        assert stores.limited(1 << 60) == 1 << 60
+    loss = model(x).square().mean()
+    assert stores.limited(1 << 60) < 1 << 20
+    actckpt.remove(model)
+    loss.backward()
+    assert stores.limited(1 << 60) == 1 << 60, "hooks of its graph limit nothing afterwards"
