@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from oracle import Log
 from torch import Tensor
 
 import actckpt
 from actckpt import _C
-from actckpt._core import devices, random_state, torch_private
+from actckpt._core import devices, torch_private
 from actckpt._core.devices import Accelerator, Cuda
 from actckpt._offload import stores
 from actckpt._offload.device import no_backend
@@ -46,11 +44,6 @@ class Module(SimpleNamespace):
 
     def _set_rng_state(self, state: Tensor, index: int) -> None:
         self.drawn[index].copy_(state)
-
-
-def noted(notes: SimpleQueue[Any]) -> list[Any]:
-    """Return what a function noted in a queue: reruns put lists back, and leave objects of other libraries alone."""
-    return [notes.get() for _ in range(notes.qsize())]
 
 
 @pytest.fixture(autouse=True)
@@ -145,20 +138,14 @@ def test_only_nvidia_devices_have_a_backend(monkeypatch: pytest.MonkeyPatch) -> 
     assert Cuda().driver_library is None
 
 
-@pytest.mark.parametrize(
-    ("attributes", "expected"), [((), False), ((0,), False), ((1, 0), False), ((1,), True), ((1, 1), True)]
-)
-def test_cuda_devices_are_integrated_if_all_say_so(
-    attributes: tuple[int, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(attributes))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(is_integrated=attributes[index])
-    )
-    cuda = Cuda()
-    assert cuda.is_integrated is expected and Accelerator(KIND).is_integrated is False
-    monkeypatch.setitem(devices._accelerators, "cuda", cuda)
-    assert devices.is_integrated("cuda") is expected and devices.is_integrated("cpu") is False
+def test_cuda_devices_are_integrated_if_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for attributes, expected in {(): False, (0,): False, (1, 0): False, (1,): True, (1, 1): True}.items():
+        properties = [SimpleNamespace(is_integrated=attribute) for attribute in attributes]
+        monkeypatch.setattr(torch.cuda, "device_count", properties.__len__)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+        monkeypatch.setitem(devices._accelerators, "cuda", Cuda())
+        assert devices.is_integrated("cuda") is expected
+    assert not Accelerator(KIND).is_integrated and not devices.is_integrated("cpu")
 
 
 @pytest.mark.parametrize(
@@ -177,37 +164,7 @@ def test_memory_that_a_process_may_not_have_is_not_free(
     assert cuda.memory_info(device) == expected
 
 
-# The current device and capture, around regions.
-
-
-class Worked(Accelerator):
-    """An accelerator that was used, and notes what it is asked."""
-
-    def __init__(self) -> None:
-        super().__init__(KIND)
-        self.index = 0
-        self.captures = False
-        self.log: list[Any] = []
-
-    def current_index(self) -> int | None:
-        return self.index
-
-    @contextmanager
-    def at_index(self, index: int) -> Iterator[None]:
-        before, self.index = self.index, index
-        yield
-        self.index = before
-
-    def is_capturing(self) -> bool:
-        return self.captures
-
-
-@pytest.fixture
-def worked(monkeypatch: pytest.MonkeyPatch) -> Worked:
-    found = Worked()
-    monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device(KIND))
-    monkeypatch.setitem(devices._accelerators, KIND, found)
-    return found
+# The current device and capture: tests/device/test_captured_steps.py has steps.
 
 
 def test_no_device_is_current_until_one_was_used(
@@ -224,27 +181,6 @@ def test_no_device_is_current_until_one_was_used(
     assert devices.is_capturing()
 
 
-@pytest.mark.parametrize("kind", ["common", "with keywords"])
-def test_a_rerun_whose_numbers_would_differ_is_refused_while_a_stream_is_capturing(worked: Worked, kind: str) -> None:
-    drawn: SimpleQueue[float] = SimpleQueue()
-
-    def function(x: Tensor, **unused: object) -> Tensor:
-        drawn.put(torch.rand(()).item())
-        return x.sin().sin()
-
-    x, keywords = torch.ones(2, requires_grad=True), {} if kind == "common" else {"y": 1}
-    worked.captures = True
-    with pytest.raises(
-        actckpt.errors.ActckptError, match=r"function .* runs while .* captured .* preserve_rng_state=False"
-    ):
-        actckpt.checkpoint(function, x, **keywords)
-    assert noted(drawn) == []
-    y = actckpt.checkpoint(function, x, preserve_rng_state=False, **keywords)
-    worked.captures = False
-    (y + actckpt.checkpoint(function, x, **keywords)).sum().backward()
-    assert len(set(noted(drawn))) == 3, "the region in the capture drew other numbers, the one after it the same"
-
-
 # Random numbers.
 
 
@@ -253,22 +189,6 @@ def test_the_generators_that_a_module_shows_are_used(there: Accelerator, module:
     assert devices.generator_of(torch.device(KIND, 1)) is None, "no device was used"
     module.default_generators = torch.Generator(), torch.Generator()
     assert devices.generator_of(torch.device(KIND, 1)) is module.default_generators[1]
-
-
-def test_every_device_that_is_in_use_is_asked(
-    there: Accelerator, module: Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    module.is_initialized = lambda: False
-    assert devices.used_generators() == ()
-    module.is_initialized = lambda: True
-    first, second = there.generators()
-    assert devices.used_generators() == (first, second)
-    states = _C.capture_generators_of_rerun(random_state.generators_of_region([]))
-    module.drawn[1] += 7
-    with random_state.swapped_in(states):
-        assert int(module.drawn[1]) == 0
-    assert int(module.drawn[1]) == 7
 
 
 def test_a_cuda_device_is_in_use_when_it_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,10 +215,10 @@ def test_autocast_of_the_accelerator_is_restored_in_reruns_and_off_in_replay(
     monkeypatch: pytest.MonkeyPatch, policy: str | None
 ) -> None:
     monkeypatch.setattr(torch_private, "current_accelerator", lambda: torch.device("xpu"))
-    seen: SimpleQueue[Any] = SimpleQueue()
+    seen = Log()
 
     def function(x: Tensor) -> Tensor:
-        seen.put((torch.is_autocast_enabled("xpu"), torch.get_autocast_dtype("xpu")))
+        seen.append((torch.is_autocast_enabled("xpu"), torch.get_autocast_dtype("xpu")))
         return x.sin().sin()
 
     x = torch.ones(2, requires_grad=True)
@@ -306,7 +226,7 @@ def test_autocast_of_the_accelerator_is_restored_in_reruns_and_off_in_replay(
         y = actckpt.checkpoint(function, x, policy=policy)
     assert not torch.is_autocast_enabled("xpu")
     y.sum().backward()
-    assert noted(seen) == [(True, torch.bfloat16)] * (2 if policy is None else 1)
+    assert seen == [(True, torch.bfloat16)] * (2 if policy is None else 1)
     assert x.grad is not None and not torch.is_autocast_enabled("xpu")
 
 

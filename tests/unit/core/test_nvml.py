@@ -1,136 +1,95 @@
-"""What is told of a GPU comes from NVIDIA's library, here one of our own with the same C calls; all of it may lack."""
+"""What is told of a GPU comes from NVIDIA's package, here a module of our own with its calls; all of it may lack."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 import sys
-from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from actckpt._core import nvml
+from actckpt._core.nvml import GpuFacts
 
-_COMPILER = shutil.which("cc") or shutil.which("gcc")
 
-#: A machine with a whole GPU (UUID GPU-1) and a part of one (MIG-2). FAILS names a call that returns an error; each
-#: call is noted in the file LOG.
-_LIBRARY = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+class _Library(ModuleType):
+    """Knows a whole GPU (UUID GPU-1) and a part of one (MIG-2), and notes its calls, of which one may fail."""
 
-typedef struct { unsigned long long total, free, used; } Memory;
-enum { NOT_SUPPORTED = 3, NOT_FOUND = 6 };
+    NVML_AFFINITY_SCOPE_NODE = 0
 
-static int call(const char* name) {
-  FILE* log = fopen(getenv("LOG"), "a");
-  fprintf(log, "%s\n", name);
-  fclose(log);
-  return strcmp(getenv("FAILS"), name) == 0 ? NOT_SUPPORTED : 0;
-}
+    class NVMLError(Exception):
+        """What calls raise that are unknown, unsupported, or newer than the library."""
 
-int nvmlInitWithFlags(unsigned flags) { return call("init"); }
-int nvmlShutdown(void) { return call("shutdown"); }
+    def __init__(self, fails: str = "") -> None:
+        super().__init__("pynvml")
+        self.fails = fails
+        self.calls: list[str] = []
 
-int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
-  int is_one = strcmp(uuid, "GPU-1") == 0, is_part = strcmp(uuid, "MIG-2") == 0;
-  *device = (void*)(is_one ? 1L : 2L);
-  return is_one || is_part ? call("handle") : NOT_FOUND;
-}
+    def _answer(self, call: str, answer: Any = None) -> Any:
+        self.calls.append(call)
+        if call == self.fails:
+            raise self.NVMLError(call)
+        return answer
 
-int nvmlDeviceGetMemoryInfo(void* device, Memory* memory) {
-  memory->total = 80ULL << 30;
-  memory->free = 3ULL << 30;
-  memory->used = 77ULL << 30;
-  return call("memory");
-}
+    def nvmlInit(self) -> None:  # noqa: N802 - names of the package
+        self._answer("init")
 
-int nvmlDeviceGetMaxPcieLinkGeneration(void* device, unsigned* generation) {
-  *generation = 5;
-  return call("generation");
-}
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self._answer("shutdown")
 
-int nvmlDeviceGetMaxPcieLinkWidth(void* device, unsigned* width) {
-  *width = 16;
-  return call("width");
-}
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid not in ("GPU-1", "MIG-2"):
+            raise self.NVMLError(uuid)
+        return str(self._answer("handle", uuid))
 
-#ifndef IS_OLD
-int nvmlDeviceGetMemoryAffinity(void* device, unsigned count, unsigned long* nodes, unsigned scope) {
-  memset(nodes, 0, count * sizeof(*nodes));
-  if (device == (void*)1L && scope == 0) nodes[1] = 8;
-  return call("affinity");
-}
-#endif
-"""
+    def nvmlDeviceGetMemoryInfo(self, _: str) -> Any:  # noqa: N802
+        return self._answer("memory", SimpleNamespace(total=80 << 30, free=3 << 30, used=77 << 30))
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, _: str) -> Any:  # noqa: N802
+        return self._answer("generation", 5)
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, _: str) -> Any:  # noqa: N802
+        return self._answer("width", 16)
+
+    def nvmlDeviceGetMemoryAffinity(self, device: str, num_words: int, scope: int) -> Any:  # noqa: N802
+        words = [0] * num_words
+        words[1] = 8 if device == "GPU-1" and scope == self.NVML_AFFINITY_SCOPE_NODE else 0
+        return self._answer("affinity", words)
+
+
 _ALL = {"free_bytes": 3 << 30, "total_bytes": 80 << 30, "link_generation": 5, "link_width": 16, "numa_node": 67}
-_ASK = "import dataclasses, json, runpy, sys; facts = runpy.run_path(sys.argv[1])['facts_of'](sys.argv[2]); "
-_ASK += "print(json.dumps(None if facts is None else dataclasses.asdict(facts)))"
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return folders that hold the library: as it is now, an old one, and none."""
-    pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
-    if _COMPILER is None:
-        pytest.skip("no C compiler")
-    found = {name: tmp_path_factory.mktemp(name) for name in ("new", "old", "broken")}
-    source = found["new"] / "nvml.c"
-    source.write_text(_LIBRARY)
-    for name, options in (("new", []), ("old", ["-DIS_OLD"])):
-        target = str(found[name] / "libnvidia-ml.so.1")
-        subprocess.run([_COMPILER, "-shared", "-fPIC", *options, str(source), "-o", target], check=True)
-    (found["broken"] / "libnvidia-ml.so.1").write_text("no library")
-    return found
-
-
-def _ask(folder: Path, uuid: str, tmp_path: Path, *, fails: str = "") -> tuple[Any, list[str]]:
-    """Return what a process with the library is told, and the calls that were made."""
-    log = tmp_path / "calls"
-    log.write_text("")
-    environ = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LOG": str(log), "FAILS": fails}
-    command = [sys.executable, "-c", _ASK, str(nvml.__file__), uuid]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), log.read_text().split()
 
 
 @pytest.mark.parametrize(
-    ("library", "uuid", "fails", "unknown"),
+    ("uuid", "fails", "unknown"),
     [
-        ("new", "1", "", ()),
-        ("new", "GPU-1", "", ()),
-        ("new", "2", "", ("numa_node",)),
-        ("old", "1", "", ("numa_node",)),
-        ("new", "1", "memory", ("free_bytes", "total_bytes")),
-        ("new", "1", "generation", ("link_generation",)),
-        ("new", "1", "width", ("link_width",)),
-        ("new", "1", "affinity", ("numa_node",)),
+        ("1", "", ()),
+        ("GPU-1", "", ()),
+        ("2", "", ("numa_node",)),
+        ("1", "memory", ("free_bytes", "total_bytes")),
+        ("1", "generation", ("link_generation",)),
+        ("1", "width", ("link_width",)),
+        ("1", "affinity", ("numa_node",)),
+        ("3", "", None),
+        ("1", "handle", None),
+        ("1", "init", None),
     ],
 )
 def test_a_gpu_or_a_part_of_one_tells_what_the_library_knows_of_it(
-    libraries: dict[str, Path], tmp_path: Path, library: str, uuid: str, fails: str, unknown: tuple[str, ...]
+    uuid: str, fails: str, unknown: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, calls = _ask(libraries[library], uuid, tmp_path, fails=fails)
-    assert found == _ALL | dict.fromkeys(unknown)
-    assert calls[0] == "init" and calls[-1] == "shutdown" and calls.count("init") == calls.count("shutdown") == 1
+    library = _Library(fails)
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    expected = None if unknown is None else GpuFacts(**(_ALL | dict.fromkeys(unknown)))
+    assert nvml.facts_of(uuid) == expected
+    assert library.calls.count("init") == 1 and library.calls[0] == "init"
+    assert library.calls.count("shutdown") == (fails != "init") and (fails == "init" or library.calls[-1] == "shutdown")
 
 
-@pytest.mark.parametrize(("uuid", "fails"), [("3", ""), ("1", "handle"), ("1", "init")])
-def test_an_unknown_device_and_a_driver_that_does_not_start_tell_nothing(
-    libraries: dict[str, Path], tmp_path: Path, uuid: str, fails: str
-) -> None:
-    found, calls = _ask(libraries["new"], uuid, tmp_path, fails=fails)
-    assert found is None
-    assert calls.count("shutdown") == (0 if fails == "init" else 1)
-
-
-def test_without_the_library_nothing_is_told(libraries: dict[str, Path], tmp_path: Path) -> None:
-    assert _ask(libraries["broken"], "1", tmp_path) == (None, [])
+def test_the_package_has_the_names_that_are_asked_for() -> None:
+    package = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
+    names = [name for name in vars(_Library) if name.upper().startswith("NVML")]
+    assert len(names) == 9 and all(hasattr(package, name) for name in names)
 
 
 def test_without_the_package_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ Where torch made the name public, use that one and delete the entry.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +81,7 @@ def test_installed_torch_tells_and_sets_the_setting(name: str, kind: str) -> Non
         pytest.skip(f"torch {torch.__version__} is older than {name}")
     found = [flag for flag, _, _ in getattr(torch_settings, f"flags_of_{kind}")]
     assert name in found, f"torch {torch.__version__} has no _get_{name} with a setter: it is left alone now"
+    assert [flag for _, flag in torch_settings.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
 
 
 def test_nodes_tell_their_order_and_the_bytes_of_gradients() -> None:
@@ -119,10 +118,6 @@ def test_the_node_of_a_tensor_is_known_whatever_its_class_says() -> None:
     assert torch_private.node_of(torch.ones(2).as_subclass(Other)) is None
 
 
-def test_installed_torch_has_the_flags_of_python_code() -> None:
-    assert [flag for _, flag in torch_settings.python_flags] == ["_is_fastpath_enabled", "enabled", "strategy"]
-
-
 @pytest.mark.parametrize("name", sorted(torch_private.OBSERVING_MODES))
 def test_installed_torch_has_the_observing_mode(name: str) -> None:
     module, _, kind = name.rpartition(".")
@@ -139,11 +134,13 @@ def test_installed_torch_has_work_that_operators_may_return() -> None:
     assert "Work" in str(torch_private.finished_work()._type())
 
 
-def test_effects_of_operators_are_told_in_one_of_the_known_ways() -> None:
+def test_effects_of_operators_are_told_in_one_of_the_known_ways_or_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     effects = importlib.import_module("torch._higher_order_ops.effects")
-    assert hasattr(effects, "_get_effect") or hasattr(effects, "SIDE_EFFECTS"), (
-        f"torch {torch.__version__} tells effects of operators in another way: add it to has_registered_effect"
-    )
+    names = [name for name in ("_get_effect", "SIDE_EFFECTS") if hasattr(effects, name)]
+    assert names, f"torch {torch.__version__} tells effects of operators in another way: see has_registered_effect"
+    for name in names:
+        monkeypatch.delattr(effects, name)
+    assert not torch_private.has_registered_effect(torch.ops.aten._print.default)
 
 
 def test_a_function_is_marked_for_the_compiler_as_by_its_public_name() -> None:
@@ -152,33 +149,6 @@ def test_a_function_is_marked_for_the_compiler_as_by_its_public_name() -> None:
 
     public = torch.compiler.assume_constant_result(lambda: True)
     assert vars(torch_private.called_while_traced(function)) == vars(public)
-
-
-def test_a_torch_that_tells_no_effects_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    effects = importlib.import_module("torch._higher_order_ops.effects")
-    for name in ("_get_effect", "SIDE_EFFECTS"):
-        monkeypatch.delattr(effects, name, raising=False)
-    assert not torch_private.has_registered_effect(torch.ops.aten._print.default)
-
-
-_PACKAGE = Path(torch_private.__file__).parent
-
-
-def _defined(module: Path) -> set[str]:
-    """Return what a module defines at its top level for others."""
-    found: set[str] = set()
-    for node in ast.parse(module.read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    return {name for name in found if not name.startswith("_")}
-
-
-def test_the_package_exports_all_of_its_modules_but_the_settings() -> None:
-    modules = [path for path in _PACKAGE.glob("*.py") if path.stem not in ("__init__", "lookup", "settings")]
-    assert sorted(set().union(*map(_defined, modules))) == sorted(torch_private.__all__)
 
 
 def test_fake_tensors_of_one_storage_share_it_and_let_go_of_it() -> None:
