@@ -72,13 +72,9 @@ def test_smaller_sizes_run_the_plan_of_a_larger_one_within_the_budget() -> None:
         expected, _, _ = _step(_model(), [shape])
         gradients, peak_bytes, _ = _step(model, [shape])
         assert_equal(gradients, expected)
-        assert number < 6 or peak_bytes <= 0.6 * plain_bytes
-        assert number < 6 or _plan(model) is not None
-
-
-def test_smaller_sizes_recompute_no_more_than_the_plan_does() -> None:
+        assert number < 6 or (peak_bytes <= 0.6 * plain_bytes and _plan(model) is not None)
     model = _applied("100%", [(8, 64), (8, 16), (8, 32)])
-    for length in range(1, 64, 7):
+    for length in range(1, 64, 7):  # and recompute no more than it does
         assert _held_bytes(model, (8, length)) == _held_bytes(_model(), (8, length))
 
 
@@ -234,14 +230,6 @@ def test_jagged_tensors_are_of_one_size_and_growing_ones_are_measured_again() ->
     assert plans[-1] is not None and plans[-1].peak_bytes > 2 * plans[2].peak_bytes
 
 
-def test_a_size_that_no_plan_fits_for_raises_each_time() -> None:
-    model = _applied("1%")
-    _step(model, [(8, 64)])
-    for _ in range(5):
-        with pytest.raises(actckpt.errors.PlanInfeasibleError):
-            _step(model, [(8, 64)])
-
-
 def test_a_forward_that_was_refused_beside_another_one_is_not_planned_for() -> None:
     expected, plain_bytes, _ = _step(_model(), [(8, 64)])
     model = _applied(int(0.45 * plain_bytes))
@@ -267,5 +255,6 @@ def test_a_smaller_size_that_fits_is_not_refused_with_the_larger_one() -> None:
         gradients, peak_bytes, _ = _step(model, [(8, 8)])
         assert_equal(gradients, _step(_model(), [(8, 8)])[0])
     assert peak_bytes <= _step(_model(), [(8, 16)])[1]
-    with pytest.raises(actckpt.errors.PlanInfeasibleError):
-        _step(model, [(8, 256)])
+    for _ in range(5):
+        with pytest.raises(actckpt.errors.PlanInfeasibleError):
+            _step(model, [(8, 256)])

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import actckpt
 from actckpt._replay import direct
 from actckpt._replay.operators import operator_of
 
@@ -82,24 +80,3 @@ def test_only_functions_that_return_what_the_overload_returns_are_called() -> No
         schema = _overload(name)._schema
         assert all(str(result.type) == "Tensor" for result in schema.returns), name
         assert not any("Tensor[]" in str(argument.type) for argument in schema.arguments), name
-
-
-class _Counting(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.called: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_function_mode_sees_what_it_sees_without_them() -> None:
-    x = torch.randn(3, 3, requires_grad=True)
-    with _Counting() as mode, actckpt.region("matmuls"):
-        y = torch.ops.aten.mm.default(x, x).tanh()
-    torch_mm = direct.FUNCTIONS["aten.mm.default"]
-    assert torch_mm not in mode.called
-    with _Counting() as mode:
-        y.sum().backward()
-    assert torch_mm not in mode.called and direct.FUNCTIONS["aten.tanh.default"] not in mode.called

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from oracle import leaf
+from oracle import in_threads, leaf
 from torch.utils import _python_dispatch
 
 import actckpt
@@ -132,26 +131,15 @@ def test_opening_interrupted_at_any_opcode_changes_nothing(policy: Any, is_insid
 @pytest.mark.parametrize("changes", [False, True], ids=["", "input changed after it"])
 def test_closing_interrupted_at_any_opcode_closes_and_gradients_are_right_or_raise(policy: Any, changes: bool) -> None:
     before = thread_state()
-    x = leaf(4)
+    x, at, is_interrupted = leaf(4), 0, True
     expected = gradient(x)
-    made: list[Any] = []
-
-    def run() -> None:
+    while is_interrupted:
         t = x + 0
-        r = actckpt.region(policy)
-        r.__enter__()
+        region = actckpt.region(policy)
+        region.__enter__()
         y = program(t)
-        made[:] = [r, t, y]
-
-    def close() -> None:
-        made[0].__exit__(None, None, None)
-
-    at = 0
-    while True:
-        run()
-        is_interrupted = interrupt(close, at)
+        is_interrupted = interrupt(lambda region=region: region.__exit__(None, None, None), at)  # type: ignore[misc]
         assert thread_state() == before
-        _, t, y = made
         try:
             if changes:
                 t.detach().fill_(2.0)
@@ -160,8 +148,6 @@ def test_closing_interrupted_at_any_opcode_closes_and_gradients_are_right_or_rai
             assert is_interrupted or changes
         else:
             assert torch.equal(grad, expected)
-        if not is_interrupted:
-            break
         at += 1
     assert at > 20
     assert_regions_work()
@@ -169,26 +155,19 @@ def test_closing_interrupted_at_any_opcode_closes_and_gradients_are_right_or_rai
 
 @pytest.mark.parametrize("policy", ["recompute", "offload"])
 def test_closing_in_another_thread_raises_and_leaves_the_region_open(policy: Any) -> None:
-    before = thread_state()
-    x = leaf(4)
-    errors: list[BaseException] = []
-    r = actckpt.region(policy)
-    r.__enter__()
+    before, x = thread_state(), leaf(4)
+    region = actckpt.region(policy)
+    region.__enter__()
 
-    def close() -> None:
+    def close(_: int) -> None:
         here = thread_state()
-        try:
-            r.__exit__(None, None, None)
-        except RuntimeError as error:
-            errors.append(error)
+        with pytest.raises(RuntimeError, match=r"was opened in thread .*close it there"):
+            region.__exit__(None, None, None)
         assert thread_state() == here
 
-    thread = threading.Thread(target=close)
-    thread.start()
-    thread.join()
-    assert "was opened in thread" in str(errors[0]) and "close it there" in str(errors[0])
+    in_threads(close, 1)
     y = program(x)
-    r.__exit__(None, None, None)
+    region.__exit__(None, None, None)
     assert thread_state() == before
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], gradient(x))
 

@@ -109,12 +109,6 @@ def test_the_peak_of_a_whole_model_grows_with_the_root_of_its_depth() -> None:
     assert peaks[1] <= 2.1 * peaks[0]
 
 
-def test_a_region_of_a_block_replays_each_operator_once_by_itself() -> None:
-    whole = _Whole([Block(256)], 4, 1024, 256)
-    whole.step(actckpt.region)
-    assert whole.replayed_operators <= whole.forward_operators
-
-
 @pytest.mark.parametrize("window_from", [0, math.inf])
 def test_replays_give_every_reference_back(window_from: float, windows_from: Callable[[float], None]) -> None:
     windows_from(window_from)
