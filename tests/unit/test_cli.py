@@ -29,24 +29,27 @@ def test_help_documents_every_option_with_its_default(capsys: pytest.CaptureFixt
     assert text.count("(default: ") == 11  # all but two
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]])  # printed line by line, and left in the buffer
-def test_a_reader_that_goes_away_is_no_traceback(words: list[str]) -> None:
-    command = [sys.executable, "-m", "actckpt", "doctor", "--no-measure", *words]
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["doctor", "--no-measure"],  # printed line by line
+        ["doctor", "--no-measure", "--json"],  # left in the buffer
+        ["demo", *TOY, "--activation-budget", "--out", "."],
+    ],
+    ids=" ".join,
+)
+def test_a_reader_that_goes_away_is_no_traceback_and_files_are_written(words: list[str], tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    command = [sys.executable, "-m", "actckpt", *words]
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, cwd=tmp_path, env=environment
+    )
     os.close(write)
-    assert done.stderr == "" and done.returncode == cli.EXIT_BROKEN_PIPE
-
-
-def test_a_demo_whose_reader_goes_away_has_written_its_files(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "actckpt", "demo", *TOY, "--activation-budget", "--out", str(tmp_path)]
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
-    os.close(write)
-    assert "Traceback" not in done.stderr and done.returncode == cli.EXIT_BROKEN_PIPE
-    assert json.loads((tmp_path / "demo.json").read_text())["equal"] is True
+    assert done.returncode == cli.EXIT_BROKEN_PIPE
+    assert "Traceback" not in done.stderr and (done.stderr == "" or words[0] == "demo")
+    assert words[0] == "doctor" or json.loads((tmp_path / "demo.json").read_text())["equal"] is True
 
 
 def test_json_of_the_demo_and_of_the_doctor_is_all_that_is_printed(

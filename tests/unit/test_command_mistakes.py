@@ -29,10 +29,7 @@ _OF_OPTIONS = [
     ("", "COMMAND"),
     ("dmo", "'dmo'"),
     ("dmo", "Did you mean demo?"),
-    (
-        "demo --activaton-budget 30%",
-        "unknown option --activaton-budget. Did you mean --activation-budget? See actckpt demo",
-    ),
+    ("demo --activaton-budget 30%", "unknown option --activaton-budget. Did you mean --activation-budget? See actckpt"),
     ("demo --budget 30%", "unknown option --budget. Did you mean --activation-budget?"),
     ("demo --activation-budget lots --steps 1 --layers 1", "--activation-budget 'lots' is not a size"),
     ("plan costs.json --bugdet=3GiB", "unknown option --bugdet. Did you mean --budget? See actckpt plan --help"),
@@ -65,10 +62,7 @@ _OF_FILES = [
     ("plan costs.json --budget 30%", "--budget 30% is a share, and here nothing is known"),
     ("plan costs.json --budget 2GX", "budget"),
     ("plan costs.json --budget 2GiB --batch 3", "costs.json is a table of costs, and --batch for scripts"),
-    (
-        "plan costs.json --activation-budget 50%",
-        "costs.json is a table of costs, and --activation-budget for scripts",
-    ),
+    ("plan costs.json --activation-budget 50%", "is a table of costs, and --activation-budget for scripts"),
     *((f"plan costs.json --budget 2GiB --save {name}", name) for name in ("no_folder/plan.json", "folder.svg")),
     *((f"plan costs.json --budget 2GiB --plot {name}", name) for name in ("no_folder/file.svg", "folder.svg")),
     ("plan plan.json", "plan.json is a plan. To show it: actckpt explain plan.json"),
@@ -95,10 +89,7 @@ _OF_SCRIPTS = [
     ("def model(): ...", "defines no step()"),
     ("def model(): ...\nstep = 3", "defines no step()"),
     ("def model(): return 3\ndef step(model): ...", "model() returned a int, no module"),
-    (
-        "import torch\nmodel = torch.nn.Linear(2, 2)\ndef step(model): ...",
-        "model is a Linear, not a func",
-    ),
+    ("import torch\nmodel = torch.nn.Linear(2, 2)\ndef step(model): ...", "model is a Linear, not a func"),
     ("def model(n): ...\ndef step(model): ...", "model() takes arguments (missing a required argument"),
     ("import sys\nsys.exit(3)", "script.py ended itself (sys.exit, status 3)"),
     ("import nothing_like_it", "script.py:1: ModuleNotFoundError: No module named 'nothing_like_it'"),
@@ -114,75 +105,55 @@ _OF_WORDS = [
     ("--seq -4", "--seq is -4, but must be at least 1"),
     ("--blocks nowhere", "no module of Sequential is named 'nowhere'"),
 ]
-_OF_ONE = [
-    *(
-        (f"{command} script.py --budget 1GiB {words}", message, content)
-        for command in ("compare", "plan")
-        for content, words, message in [
-            (_SCRIPT.replace(".backward()", ""), "", "Pass a step with its backward"),
-            (
-                _SCRIPT.replace("def optimizer", "def unused").replace(
-                    "    model(x)", "    model[0][0].weight.data.add_(1)\n    model(x)"
-                ),
-                "",
-                "changed '0.0.weight', and no optimizer was given, so that a second step would not be the same. Pass "
-                "what it runs, by optimizer(model) in the script, several in a list",
-            ),
-            (_SCRIPT.replace(", seq=64", ""), "--seq 8", "cannot be called with --seq 8"),
-            (_SCRIPT, "--device abacus", "The device 'abacus' cannot be used here; usable are auto, cpu"),
-            (_SCRIPT, "--activation-budget 50%", "--budget and --activation-budget are both given"),
-        ]
-    ),
-    *(
-        (f"{command} script.py {words}", message, _SCRIPT)
-        for command in ("compare", "plan")
-        for words, message in [
-            ("--budget 40", "--budget '40' has no unit"),
-            ("--activation-budget 0.4", "--activation-budget '0.4' has no unit. Pass a share like '40%'"),
-        ]
-    ),
+#: Scripts that train without an optimizer, and on the meta device.
+_NO_OPTIMIZER = _SCRIPT.replace("def optimizer", "def unused").replace(
+    "    model(x)", "    model[0][0].weight.data.add_(1)\n    model(x)"
+)
+_ON_META = _SCRIPT.replace("def model():", 'def model():\n    torch.set_default_device("meta")')
+#: What `compare` and `plan` are given, and say.
+_OF_MEASURING = [
+    (_SCRIPT.replace(".backward()", ""), "--budget 1GiB", "Pass a step with its backward"),
     (
-        "compare script.py",
-        "on the meta device",
-        _SCRIPT.replace("def model():", 'def model():\n    torch.set_default_device("meta")'),
+        _NO_OPTIMIZER,
+        "--budget 1GiB",
+        "changed '0.0.weight', and no optimizer was given, so that a second step would",
     ),
-    (
-        "plan script.py --activation-budget=60% --save missing/plan.json",
-        "--save missing/plan.json: there is no folder ",
-        "raise RuntimeError('nothing of the script runs')\n",
-    ),
-    *(
-        (f"estimate script.py {words}", message, content)
-        for content, words, message in [
-            (_FOR_A_GPU, "--target h10", "target='h10' is not known"),
-            (_FOR_A_GPU, "--flops -1", "flops_per_s=-1.0 is not a rate"),
-            (_FOR_A_GPU, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
-            (_FOR_A_GPU, "--link much", "--link: 'much' is not a number"),
-            (_FOR_A_GPU, "--find width", "invalid choice: 'width'"),
-            (_FOR_A_GPU, "--find batch --batch 7", "--batch 7 beside --find batch"),
-            (_FOR_A_GPU, "--find batch --budget 40", "--budget '40' has no unit. Pass a share like '40%'"),
-            (_FOR_A_GPU, "--find batch --budget 3parsecs", "--budget '3parsecs' is not a size"),
-            (_FOR_A_GPU, "--policy aten.nothing", "aten.nothing"),
-            (_FOR_A_GPU.replace("seq, 256, device", "seq, 255, device"), "", "script.py:14: RuntimeError: "),
-            (_FOR_A_GPU.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
-            (_FOR_A_GPU.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
-            (_FOR_A_GPU.replace(".backward()", ""), "", "the step left no gradients in the 12 parameters"),
-            (_FOR_A_GPU.replace(".backward()", ".item()"), "", "aten._local_scalar_dense.default in the step"),
-            (
-                _FOR_A_GPU.replace("return torch.nn.Seq", "x = torch.ones(2).nonzero(); return torch.nn.Seq"),
-                "",
-                "aten.nonzero",
-            ),
-        ]
-    ),
+    (_NO_OPTIMIZER, "--budget 1GiB", "Pass what it runs, by optimizer(model) in the script, several in a list"),
+    (_SCRIPT.replace(", seq=64", ""), "--budget 1GiB --seq 8", "cannot be called with --seq 8"),
+    (_SCRIPT, "--budget 1GiB --device abacus", "The device 'abacus' cannot be used here; usable are auto, cpu"),
+    (_SCRIPT, "--budget 1GiB --activation-budget 50%", "--budget and --activation-budget are both given"),
+    (_SCRIPT, "--budget 40", "--budget '40' has no unit"),
+    (_SCRIPT, "--activation-budget 0.4", "--activation-budget '0.4' has no unit. Pass a share like '40%'"),
 ]
+#: What `estimate` is given, and says.
+_OF_ESTIMATES = [
+    (_FOR_A_GPU, "--target h10", "target='h10' is not known"),
+    (_FOR_A_GPU, "--flops -1", "flops_per_s=-1.0 is not a rate"),
+    (_FOR_A_GPU, "--bandwidth 0", "memory_bytes_per_s=0.0 is not a rate"),
+    (_FOR_A_GPU, "--link much", "--link: 'much' is not a number"),
+    (_FOR_A_GPU, "--find width", "invalid choice: 'width'"),
+    (_FOR_A_GPU, "--find batch --batch 7", "--batch 7 beside --find batch"),
+    (_FOR_A_GPU, "--find batch --budget 40", "--budget '40' has no unit. Pass a share like '40%'"),
+    (_FOR_A_GPU, "--find batch --budget 3parsecs", "--budget '3parsecs' is not a size"),
+    (_FOR_A_GPU, "--policy aten.nothing", "aten.nothing"),
+    (_FOR_A_GPU.replace("seq, 256, device", "seq, 255, device"), "", "script.py:14: RuntimeError: "),
+    (_FOR_A_GPU.replace(", seq=256", ""), "--seq 8", "cannot be called with --seq 8"),
+    (_FOR_A_GPU.replace("batch=4", "batch"), "", "cannot be called with no --batch, no --seq: missing"),
+    (_FOR_A_GPU.replace(".backward()", ""), "", "the step left no gradients in the 12 parameters"),
+    (_FOR_A_GPU.replace(".backward()", ".item()"), "", "aten._local_scalar_dense.default in the step"),
+    (_FOR_A_GPU.replace("return torch.nn.Seq", "x = torch.ones(2).nonzero(); return torch.nn.Seq"), "", "aten.nonzero"),
+]
+_SAVES = "plan script.py --activation-budget=60% --save missing/plan.json"
 _COMMANDS = ("compare script.py", "plan script.py --budget 1GiB", "estimate script.py")
 
 CASES: list[tuple[str, str, str | None]] = [
     *((words, message, _SCRIPT) for words, message in [*_OF_OPTIONS, *_OF_FILES]),
     *((command, message, content) for command in _COMMANDS for content, message in _OF_SCRIPTS),
     *((f"{command} {words}", message, _SCRIPT) for command in _COMMANDS for words, message in _OF_WORDS),
-    *_OF_ONE,
+    *((f"{each} script.py {words}", text, code) for each in ("compare", "plan") for code, words, text in _OF_MEASURING),
+    *((f"estimate script.py {words}", message, content) for content, words, message in _OF_ESTIMATES),
+    ("compare script.py", "on the meta device", _ON_META),
+    (_SAVES, "--save missing/plan.json: there is no folder ", "raise RuntimeError('nothing of the script runs')\n"),
 ]
 
 

@@ -12,6 +12,7 @@ from actckpt._core.devices import Accelerator
 from actckpt._core.nvml import GpuFacts
 from actckpt.cli import main
 from actckpt.doctor import examine
+from actckpt.te.internals import read_already
 
 
 def test_every_finding_is_one_line_and_names_its_topic(capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,3 +78,11 @@ def test_the_driver_that_copies_is_named(two: _Two, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_C, "why_no_driver", lambda library: "")
     on = dict(examine(measure=False))["offload of GPU tensors"]
     assert on.startswith("on: pinned host memory") and on.endswith("driver: libno-such-driver.so.1")
+
+
+def test_versions_of_transformer_engine_that_were_read_are_known_and_doctor_says_how_to_install_it() -> None:
+    for version in ("2.9", "2.9.0+cu13", "2.14.1", "2.20.2"):
+        assert read_already(version)
+    for version in ("2.8", "1.13", "2.20.3", "2.21", "3.0", "unknown"):
+        assert not read_already(version)
+    assert dict(examine(measure=False))["transformer engine"].startswith("not installed: pip install")

@@ -61,20 +61,15 @@ def test_a_text_is_shown_once_per_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one.filename for one in told} == {__file__}
 
 
-def test_every_exception_of_the_package_is_in_the_tree() -> None:
-    found = set(_exceptions())
-    outside = {f"{kind.__module__}.{kind.__qualname__}" for kind in found if not issubclass(kind, errors.ActckptError)}
+def _tree() -> set[type[BaseException]]:
+    return {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}
+
+
+def test_every_exception_of_the_package_is_in_the_tree_and_exported_under_its_public_name() -> None:
+    outside = {f"{kind.__module__}.{kind.__qualname__}" for kind in {*_exceptions()} - _tree()}
     assert outside == _INTERNAL
-
-
-def test_every_error_of_the_tree_is_exported() -> None:
-    tree = {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}
-    for kind in tree:
+    for kind in _tree():
         assert kind.__name__ in errors.__all__ and getattr(errors, kind.__name__) is kind
-
-
-def test_a_traceback_names_an_error_as_a_program_catches_it() -> None:
-    for kind in {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}:
         assert traceback.format_exception_only(kind("why"))[-1] == f"actckpt.errors.{kind.__name__}: why\n"
 
 
@@ -89,8 +84,7 @@ def test_the_drawn_tree_is_the_tree() -> None:
         above = [(other, kind) for other, kind in above if other < depth]
         drawn[name] = above[-1][1] if above else "Exception"
         above.append((depth, name))
-    tree = {kind for kind in _exceptions() if issubclass(kind, errors.ActckptError)}
-    assert drawn == {kind.__name__: kind.__mro__[1].__name__ for kind in tree}
+    assert drawn == {kind.__name__: kind.__mro__[1].__name__ for kind in _tree()}
 
 
 def test_errors_of_the_engine_are_runtime_errors_and_can_be_pickled() -> None:

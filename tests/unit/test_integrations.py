@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import actckpt.integrations
 
 _MODULES = sorted(Path(actckpt.integrations.__file__).parent.glob("*.py"))
@@ -23,8 +21,3 @@ for name in {names}:
 assert not set({_LIBRARIES}) & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize("path", _MODULES, ids=lambda path: path.stem)
-def test_modules_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 120

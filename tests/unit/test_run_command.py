@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 
 from actckpt import cli
 
@@ -26,6 +27,10 @@ torch.manual_seed(0)
 
 def block(width):
     return nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+
+
+class Generator(nn.Sequential):
+    pass
 
 
 def train(model, optimizer, x):
@@ -68,9 +73,6 @@ _PROGRAMS = {
         "Generator",
         5,
         """
-        class Generator(nn.Sequential):
-            pass
-
         generator, critic = Generator(*(block(32) for _ in range(5))), nn.Sequential(*(block(32) for _ in range(3)))
         optimizers = [torch.optim.SGD(net.parameters(), lr=float(sys.argv[1])) for net in (critic, generator)]
         for _ in range(3):
@@ -109,9 +111,6 @@ _PROGRAMS = {
         "Generator",
         5,
         """
-        class Generator(nn.Sequential):
-            pass
-
         generator, critic = Generator(*(block(32) for _ in range(5))), nn.Sequential(*(block(32) for _ in range(3)))
         optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()], lr=float(sys.argv[1]))
         for _ in range(3):
@@ -171,11 +170,10 @@ def test_optimizers_of_the_model_count_toward_a_budget(tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert cli.main(["run", "--budget", "2MiB", str(path), "0.01"]) == 0
-    texts = [str(each.message) for each in told if "No plan fits" in str(each.message)]
-    parameter_bytes = (
-        4 * 4 * (2 * 1024 * 64 + 64 + 1024)
-    )  # of four blocks in float32; gradients and two states are as large
-    assert max(float(size) for size in re.findall(r"\((\d+) bytes\)", " ".join(texts))) > 4 * parameter_bytes
+    texts = " ".join(str(each.message) for each in told if "No plan fits" in str(each.message))
+    # Of four blocks in float32; gradients and two states are as large.
+    parameter_bytes = 4 * 4 * (2 * 1024 * 64 + 64 + 1024)
+    assert max(float(size) for size in re.findall(r"\((\d+) bytes\)", texts)) > 4 * parameter_bytes
 
 
 def test_the_named_model_is_checkpointed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,26 +198,25 @@ def test_a_program_whose_model_has_no_blocks_says_so(
     assert "actckpt run: nothing was checkpointed" in error and said in error
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "error", "said"),
+    [
+        ("block(4)(torch.ones(1, 4)); 1 / 0", [], ZeroDivisionError("division by zero"), "nothing was checkpointed"),
+        ("raise BrokenPipeError('mine')", [], BrokenPipeError("mine"), "nothing was checkpointed"),
+        ("sys.exit(7)", [], SystemExit(7), "nothing was checkpointed"),
+        ("sys.exit(2)", ["--budget=1GiB"], SystemExit(2), "options of actckpt run stand before"),
+    ],
+)
 def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, options: list[str], error: BaseException, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import torch
-
     before = torch.nn.Module.__call__
-    with pytest.raises(ZeroDivisionError):
-        cli.main(["run", str(_written(tmp_path, "block(4)(torch.ones(1, 4)); 1 / 0"))])
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["run", str(_written(tmp_path, "sys.exit(7)"))])
-    assert exit_info.value.code == 7
+    path = str(_written(tmp_path, text))
+    with pytest.raises(type(error)) as raised:
+        cli.main(["run", path, *options])
+    assert raised.value.args == error.args
     assert torch.nn.Module.__call__ is before
-    assert "nothing was checkpointed" in capsys.readouterr().err
-
-
-def test_an_option_after_the_program_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = _written(tmp_path, "sys.exit(2)")
-    with pytest.raises(SystemExit):
-        cli.main(["run", str(path), "--budget=1GiB"])
-    assert f"--budget was passed to {path}: options of actckpt run stand before" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) -> None:
@@ -237,11 +234,6 @@ def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) 
     words = ["-m", "actckpt.run", "--policy", "matmuls", "-m", "package.train", "0.01"]
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.split()[4:] == ["True"] and "4 of 4 blocks ran (policy='matmuls')" in done.stderr
-
-
-def test_an_interrupted_program_has_its_traceback(tmp_path: Path) -> None:
-    with pytest.raises(BrokenPipeError, match="mine"):
-        cli.main(["run", str(_written(tmp_path, "raise BrokenPipeError('mine')"))])
 
 
 @pytest.mark.parametrize("suffix", [".html", ".txt"])

@@ -29,8 +29,13 @@ def test_a_rate_that_is_none_is_refused(field: str, value: object) -> None:
         dataclasses.replace(named_target("h100"), **{field: value})
 
 
-def test_the_example_runs_and_the_documentation_has_every_target() -> None:
-    assert doctest.testmod(targets).failed == 0
+def test_the_example_runs() -> None:
+    (example,) = doctest.DocTestFinder(recurse=False).find(Target, "Target", globs={})  # `testmod` takes none of others
+    results = doctest.DocTestRunner().run(example)
+    assert results.attempted > 0 == results.failed
+
+
+def test_the_documentation_has_every_target() -> None:
     page = (Path(__file__).parents[3] / "docs/estimate.md").read_text()
     rows = {row[2:].partition(" ")[0]: row for row in page.splitlines() if row.startswith("| ")}
     for name, target in targets._TARGETS.items():
