@@ -23,15 +23,21 @@ _MATMULS = ("mm", "addmm", "bmm", "baddbmm")
 _MATRIX_BYTES = _SIZE * _SIZE * 4
 
 
-@pytest.fixture(scope="module")
-def memory_order() -> dict[str, Any]:
-    return runpy.run_path(str(_BENCHMARKS / "memory_order.py"))
+def _run(script: str, *options: str, out: Path) -> Any:
+    """Return what a script writes as its result."""
+    command = [sys.executable, str(_BENCHMARKS / f"{script}.py"), *options, "--out", str(out / "result.json")]
+    subprocess.run(command, check=True, capture_output=True)
+    return json.loads((out / "result.json").read_text())
 
 
 @pytest.mark.parametrize("order", ["path by path", "layer by layer"])
 def test_backward_needs_five_matrices_at_most_and_less_than_with_torchs_selective_checkpoint(
-    memory_order: dict[str, Any], order: str
+    order: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    memory_order = runpy.run_path(str(_BENCHMARKS / "memory_order.py"))
+    assert memory_order["main"](["--size", "16", "--paths", "2"]) == 0
+    out = capsys.readouterr().out
+    assert all(out.count(f"  {name} ") == 2 for name in memory_order["METHODS"])
     program, found = memory_order["ORDERS"][order], {}
     for method in ("torch selective, keep mm", "actckpt, keep mm"):
         for _ in range(2):  # the first run is audited, which takes some bytes
@@ -41,14 +47,6 @@ def test_backward_needs_five_matrices_at_most_and_less_than_with_torchs_selectiv
     torchs, ours = found.values()
     assert ours.extra_bytes <= 5 * _MATRIX_BYTES < torchs.extra_bytes
     assert ours.held_bytes < torchs.held_bytes
-
-
-def test_script_prints_every_method_for_both_orders(
-    memory_order: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert memory_order["main"](["--size", "16", "--paths", "2"]) == 0
-    out = capsys.readouterr().out
-    assert all(out.count(f"  {name} ") == 2 for name in memory_order["METHODS"])
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +153,8 @@ def test_a_row_that_fails_or_has_no_time_is_written_down_and_the_rest_goes_on(
 
 
 def test_medians_are_those_of_steps_and_peaks_the_highest(gpu_parts: dict[str, Any]) -> None:
-    steps = [
-        {"peak_allocated_bytes": peak, "device_ms": ms, "joules": None} for peak, ms in ((3, 1.0), (5, 9.0), (4, 2.0))
-    ]
+    peaks_and_ms = ((3, 1.0), (5, 9.0), (4, 2.0))
+    steps = [{"peak_allocated_bytes": peak, "device_ms": ms, "joules": None} for peak, ms in peaks_and_ms]
     assert gpu_parts["rows"].medians(steps) == {"peak_allocated_bytes": 5, "device_ms": 2.0, "joules": None}
 
 
@@ -285,11 +282,8 @@ time.sleep(9999)"""
 
 
 def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
     root = str(_BENCHMARKS.parent)
-    options = ["--rounds=1", "--warm-ups=1", f"--out={out}"]
-    subprocess.run([sys.executable, str(_BENCHMARKS / "compare_checkouts.py"), root, root, *options], check=True)
-    rows = json.loads(out.read_text())["rows"]
+    rows = _run("compare_checkouts", root, root, "--rounds=1", "--warm-ups=1", out=tmp_path)["rows"]
     assert len(rows) == 21
     assert all(
         row["before_us"] > 0 and row["ratio"] > 0 for name, row in rows.items() if not name.startswith("offload")
@@ -297,9 +291,7 @@ def test_a_checkout_compared_with_itself_gives_a_ratio_for_every_row(tmp_path: P
 
 
 def test_plans_for_three_budgets_fit_as_predicted(tmp_path: Path) -> None:
-    command = [sys.executable, str(_BENCHMARKS / "budgets.py"), "--models", "unet", "--budgets", "3", "--pairs", "1"]
-    subprocess.run([*command, "--out", str(tmp_path / "budgets.json")], check=True, capture_output=True)
-    found = json.loads((tmp_path / "budgets.json").read_text())["models"]["unet"]
+    found = _run("budgets", "--models", "unet", "--budgets", "3", "--pairs", "1", out=tmp_path)["models"]["unet"]
     assert [row["fits"] for row in found["rows"]] == [True] * 3
     for row in found["rows"]:
         assert row["predicted_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.03)
@@ -310,38 +302,23 @@ def test_plans_for_three_budgets_fit_as_predicted(tmp_path: Path) -> None:
     assert found["rows"][-1]["best_simple"] in ("keep everything", "recompute", "keep attention", "keep matmuls")
 
 
-def test_estimates_of_the_shape_that_is_too_large_to_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_estimates_of_the_shape_that_is_too_large_to_run_and_of_what_gpus_needed(tmp_path: Path) -> None:
     """The other parts run in tests/contract/test_estimation.py."""
-    main = runpy.run_path(str(_BENCHMARKS / "estimate.py"))["main"]
-    out = tmp_path / "out.json"
-    assert main(["--parts", "longchat", "--tokens", "1024", "--out", str(out)]) == 0
-    assert "torch checkpoint" in capsys.readouterr().out
-    figures = json.loads(out.read_text())["figures"]
+    figures = _run("estimate", "--parts", "longchat", "--tokens", "1024", out=tmp_path)["figures"]
     held = {name: row["held_bytes"] for name, row in figures["longchat"].items()}
     assert held["actckpt, recompute"] <= held["torch checkpoint"] < held["actckpt, keep matmuls"]
-
-
-def test_estimates_are_put_beside_what_gpus_needed(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(_BENCHMARKS)
-    main = runpy.run_path(str(_BENCHMARKS / "estimate.py"))["main"]
     plain = {"model": "budget_models", "peak_bytes": 12265179648, "ms": 94.6}
     result = {"machine": {"gpu": "NVIDIA H200"}, "versions": {}, "figures": {"unet": {"plain": plain}}}
-    measured, out = tmp_path / "measured.json", tmp_path / "out.json"
+    measured = tmp_path / "measured.json"
     measured.write_text(json.dumps(result))
-    assert main(["--parts", "devices", "--measured", str(measured), "--out", str(out)]) == 0
-    assert "NVIDIA H200, unet, none" in capsys.readouterr().out
-    (row,) = json.loads(out.read_text())["figures"]["devices"]
+    (row,) = _run("estimate", "--parts", "devices", "--measured", str(measured), out=tmp_path)["figures"]["devices"]
     # What is missing are workspaces of convolutions.
     assert 0.94 * row["measured_peak_bytes"] < row["estimated_peak_bytes"] < row["measured_peak_bytes"]
 
 
 def test_the_cost_of_recording_is_measured_by_every_method(tmp_path: Path) -> None:
-    out = tmp_path / "recording.json"
-    command = [sys.executable, str(_BENCHMARKS / "recording.py"), "--models", "vit-tiny thin", "--pairs", "1"]
-    subprocess.run([*command, "--against", str(_BENCHMARKS.parent), "--out", str(out)], check=True)
-    figures = json.loads(out.read_text())["figures"]["vit-tiny thin"]
+    options = ["--models", "vit-tiny thin", "--pairs", "1", "--against", str(_BENCHMARKS.parent)]
+    figures = _run("recording", *options, out=tmp_path)["figures"]["vit-tiny thin"]
     assert list(figures) == ["before", "now"]
     for found in figures.values():
         assert found["operators"] == 12 * 32

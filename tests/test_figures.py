@@ -29,9 +29,11 @@ def _text(*pages: str) -> str:
     return " ".join(" ".join((_ROOT / page).read_text().split()) for page in pages)
 
 
-def _says(page: str, label: str, values: list[float]) -> None:
-    """Check the one table row that begins with `label`: its numbers are these, as far as they are printed."""
-    rows = re.findall(rf"^\| {re.escape(label)} \|(.*)$", (_ROOT / page).read_text(), re.MULTILINE)
+def _says(page: str, label: str, values: list[float], between: tuple[str, str] = ("", "\0")) -> None:
+    """Check the one table row, between two texts, that begins with `label`: it prints these numbers."""
+    text = (_ROOT / page).read_text()
+    text = text[text.index(between[0]) :].partition(between[1])[0]
+    rows = re.findall(rf"^\| {re.escape(label)} \|(.*)$", text, re.MULTILINE)
     assert len(rows) == 1, f"{page} has {len(rows)} rows {label!r}"
     printed = re.findall(_NUMBER, rows[0])
     assert printed == [f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(printed, values, strict=True)]
@@ -200,9 +202,9 @@ def _result(name: str, of: str = "h100_2026-11-23") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("label", "method"),
-    [
+def test_steps_on_a_gpu_are_those_of_the_results() -> None:
+    steps = _result("gpu_offload")["figures"]["training, 8192 tokens"]
+    for label, method in (
         ("plain", "plain"),
         ("`torch.utils.checkpoint`, each block", "torch checkpoint"),
         ("`actckpt.apply(model)`", "checkpoint"),
@@ -212,21 +214,11 @@ def _result(name: str, of: str = "h100_2026-11-23") -> dict[str, Any]:
         ('`actckpt.apply(model, activation_budget="50%")`', "half of the activations"),
         ("`actckpt.offload()`", "offload"),
         ("`save_on_cpu(pin_memory=True)`", "save_on_cpu"),
-    ],
-)
-def test_steps_on_a_gpu_are_those_of_the_results(label: str, method: str) -> None:
-    found = _result("gpu_offload")["figures"]["training, 8192 tokens"][method]
-    moved = [] if method == "save_on_cpu" else [found["moved_bytes_per_step"] / 2**30]
-    page = (_ROOT / "docs/gpu.md").read_text().partition("## Ways to train")[2].partition("A stack of eight")[0]
-    row = re.search(rf"^\| {re.escape(label)} \|(.*)$", page, re.MULTILINE)
-    assert row is not None, label
-    values = [
-        f"{value:.{digits}f}"
-        for value, digits in zip(
-            [found["step_ms"], found["peak_allocated_bytes"] / 2**30, *moved], (1, 2, 2), strict=False
-        )
-    ]
-    assert re.findall(_NUMBER, row[1]) == values
+    ):
+        row = steps[method]
+        moved = [] if method == "save_on_cpu" else [row["moved_bytes_per_step"] / 2**30]
+        values = [row["step_ms"], row["peak_allocated_bytes"] / 2**30, *moved]
+        _says("docs/gpu.md", label, values, between=("## Ways to train", "A stack of eight"))
 
 
 def _over_plain(rounds: dict[str, Any], method: str) -> list[float]:
@@ -238,28 +230,53 @@ def _over_plain(rounds: dict[str, Any], method: str) -> list[float]:
     return [median, low, high]
 
 
-def _first_steps_over(found: dict[str, Any]) -> str:
-    """Return by how much the first steps exceeded the smallest budget."""
-    row = found["budget 1"]
-    return f"{100 * row['over_in_first_steps_bytes'] / row['budget_bytes']:.1f} %"
-
-
-def test_budgets_on_a_gpu_are_those_of_the_results() -> None:
-    found, rounds = _result("gpu_budgets")["figures"]["llama"], _result("gpu_budgets")["figures"]["in turns"]
-    rows = [found[f"budget {number}"] for number in range(1, 16)]
-    assert all(row["fits"] for row in rows)
-    ratios = [row["peak_to_predicted"] for row in rows]
-    assert (f"{min(ratios):.2f}", f"{max(ratios):.2f}") == ("0.96", "1.00")
-    for row in rows[::2]:
-        nbytes = [row[name] / 2**30 for name in ("peak_bytes", "predicted_peak_bytes")]
-        figures = [*nbytes, *_over_plain(rounds, f"budget {rows.index(row) + 1}"), row["predicted_ratio_to_plain"]]
-        _says("docs/gpu-budgets.md", f"{row['budget_bytes'] / 2**30:.2f}", figures)
-    assert f"{_over_plain(rounds, 'keep matmuls')[0]:.2f}" == "1.08"
-    assert f"one step exceeded it by {_first_steps_over(found)}" in _gpu_page()
-
-
 def _gpu_page() -> str:
     return _text("docs/gpu.md", "docs/gpu-budgets.md")
+
+
+#: Results of budgets, the model in them, the last round of trials, the numbers of the budgets that are shown, and what
+#: their rows begin with.
+_BUDGETS = [
+    (("gpu_budgets", "h100_2026-11-23"), "llama", "", range(1, 16, 2), ""),
+    (("gpu_budgets", "h200_2026-11-26"), "llama", "round 8", range(1, 9), "H200, "),
+    (("gpu_budgets_vit", "h200_2026-11-27"), "vit", "round 6", range(1, 7), "ViT, "),
+]
+
+
+@pytest.mark.parametrize(("result", "model", "last_round", "numbers", "begins"), _BUDGETS)
+def test_budgets_on_gpus_are_those_of_the_results(
+    result: tuple[str, str], model: str, last_round: str, numbers: range, begins: str
+) -> None:
+    figures = _result(*result)["figures"]
+    rounds = figures["in turns"]
+    compared = rounds[last_round]["by_now"] if last_round else {}
+    for number in numbers:
+        row, name = figures[model][f"budget {number}"], f"budget {number}"
+        assert row["fits"]
+        values = [row[key] / 2**30 for key in ("peak_bytes", "predicted_peak_bytes")]
+        values += [*_over_plain(rounds, name), row["predicted_ratio_to_plain"]]
+        if name in compared:
+            median, (low, high) = compared[name]["ratio_to_best_simple"]
+            values += [median, low, high]
+        _says("docs/gpu-budgets.md", f"{begins}{row['budget_bytes'] / 2**30:.2f}", values)
+
+
+def test_what_is_said_of_budgets_on_gpus_is_that_of_the_results() -> None:
+    first, second, vit = (_result(*result)["figures"] for result, *_ in _BUDGETS)
+    rows = [first["llama"][f"budget {number}"] for number in range(1, 16)]
+    ratios = [row["peak_to_predicted"] for row in rows]
+    assert all(row["fits"] for row in rows) and (f"{min(ratios):.2f}", f"{max(ratios):.2f}") == ("0.96", "1.00")
+    assert f"{_over_plain(first['in turns'], 'keep matmuls')[0]:.2f}" == "1.08"
+    smallest = [figures["llama"]["budget 1"] for figures in (first, second)]
+    over = [f"{100 * row['over_in_first_steps_bytes'] / row['budget_bytes']:.1f} %" for row in smallest]
+    steps = [step["peak_bytes"] for step in smallest[1]["steps"]]
+    for text in (
+        f"one step exceeded it by {over[0]}",
+        f"exceeded it by {over[1]}",
+        f"needed {(steps[2] - steps[3]) / 2**20:.0f} MiB more than its later steps",
+        f"takes {_over_plain(vit['in turns'], 'torch checkpoint')[0]:.3f} of plain there",
+    ):
+        assert text in _gpu_page(), text
 
 
 def test_the_table_of_the_readme_is_that_of_the_results() -> None:
@@ -302,39 +319,6 @@ def test_frontiers_of_a_cpu_are_those_of_the_results() -> None:
                 _says("docs/frontiers.md", f"{name}, {method}", figures)
 
 
-def test_budgets_on_another_gpu_are_those_of_the_results() -> None:
-    figures = _result("gpu_budgets", "h200_2026-11-26")["figures"]
-    turns = figures["in turns"]["round 8"]["by_now"]
-    assert _first_steps_over(figures["llama"]) == "1.6 %"
-    steps = [step["peak_bytes"] for step in figures["llama"]["budget 1"]["steps"]]
-    for text in ("exceeded it by 1.6 %", f"needed {(steps[2] - steps[3]) / 2**20:.0f} MiB more than its later steps"):
-        assert text in _gpu_page()
-    for number in range(1, 9):
-        row = figures["llama"][f"budget {number}"]
-        assert row["fits"]
-        ratio, (low, high) = turns[f"budget {number}"]["ratio_to_best_simple"]
-        values = [*(row[name] / 2**30 for name in ("peak_bytes", "predicted_peak_bytes"))]
-        values += [*_over_plain(figures["in turns"], f"budget {number}"), row["predicted_ratio_to_plain"]]
-        values += [ratio, low, high]
-        _says("docs/gpu-budgets.md", f"H200, {row['budget_bytes'] / 2**30:.2f}", values)
-
-
-def test_a_vit_under_budgets_on_a_gpu_is_that_of_the_results() -> None:
-    figures = _result("gpu_budgets_vit", "h200_2026-11-27")["figures"]
-    compared = figures["in turns"]["round 6"]["by_now"]
-    for number in range(1, 7):
-        row, name = figures["vit"][f"budget {number}"], f"budget {number}"
-        assert row["fits"]
-        values = [row[key] / 2**30 for key in ("peak_bytes", "predicted_peak_bytes")]
-        values += [*_over_plain(figures["in turns"], name), row["predicted_ratio_to_plain"]]
-        if name in compared:
-            median, (low, high) = compared[name]["ratio_to_best_simple"]
-            values += [median, low, high]
-        _says("docs/gpu-budgets.md", f"ViT, {row['budget_bytes'] / 2**30:.2f}", values)
-    ratio = _over_plain(figures["in turns"], "torch checkpoint")[0]
-    assert f"takes {ratio:.3f} of plain there" in _gpu_page()
-
-
 def test_what_else_ran_on_that_gpu_is_that_of_the_results() -> None:
     found, page = _result("gpu_tests", "h200_2026-11-27"), _gpu_page()
     vit, demo, contract = found["vit"], found["demo"], found["contract"]
@@ -364,13 +348,9 @@ def test_numbers_of_tests_on_a_gpu_are_those_of_the_results() -> None:
 
 def test_first_cycles_take_what_the_result_says() -> None:
     page = _text("docs/cycles.md")
-    (path,) = (_ROOT / "benchmarks/results").glob("first_cycles_*.json")
-    first, further = (
-        [f"{ratio:.1f}" for ratio in figures["median"][:3]]
-        for figures in json.loads(path.read_text())["ratios_to_plain"].values()
-    )
-    assert "{}, {} and {} plain steps for the first three cycles".format(*first) in page
-    assert "{}, {} and {} for those of a further length".format(*further) in page
+    words = ("plain steps for the first three cycles", "for those of a further length")
+    for figures, text in zip(_figures("first_cycles", "ratios_to_plain").values(), words, strict=True):
+        assert "{:.1f}, {:.1f} and {:.1f} ".format(*figures["median"][:3]) + text in page
 
 
 def test_known_problems_are_those_of_the_results() -> None:
@@ -404,6 +384,6 @@ def test_published_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPat
 def test_every_result_is_cited_by_a_page_or_checked_here() -> None:
     pages = [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
     text = "".join(page.read_text() for page in pages)
-    checked = re.findall(r'_figures\("(\w+)"\)', Path(__file__).read_text())
+    checked = re.findall(r'_figures\("(\w+)"', Path(__file__).read_text())
     for path in (_ROOT / "benchmarks/results").iterdir():
         assert path.name in text or path.name.startswith(tuple(checked)), path.name

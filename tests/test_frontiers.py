@@ -41,7 +41,9 @@ def test_methods_run_in_turns_with_their_peaks(script: _Script) -> None:
     assert peaks["actckpt budget 0.3"] <= rows["actckpt budget 0.3"]["budget_bytes"] < plain
 
 
-def test_a_picture_has_a_marker_for_each_method_and_a_line_for_budgets(script: _Script, tmp_path: Path) -> None:
+def test_a_picture_has_a_marker_for_each_method_and_a_line_for_budgets_and_is_dark_where_pages_are(
+    script: _Script, tmp_path: Path
+) -> None:
     for path in (tmp_path / "one.svg", tmp_path / "same.svg"):
         script("frontier_pictures")["draw"](_POINTS, "a model", path)
     picture = (tmp_path / "one.svg").read_text()
@@ -51,11 +53,6 @@ def test_a_picture_has_a_marker_for_each_method_and_a_line_for_budgets(script: _
     assert {"a model", "peak over plain", "step over plain", *others} <= set(texts)
     assert {"actckpt, budgets", "compiled, actckpt, budgets", "save_on_cpu (0.30, 4.50: not shown)"} <= set(texts)
     assert not [text for text in texts if text.startswith("actckpt budget")]
-
-
-def test_a_picture_is_dark_where_pages_are(script: _Script, tmp_path: Path) -> None:
-    script("frontier_pictures")["draw"](_POINTS, "a model", tmp_path / "one.svg")
-    picture = (tmp_path / "one.svg").read_text()
     style = re.findall(r"@media \(prefers-color-scheme: dark\) \{(.*?)\n\}", picture, re.DOTALL)[0]
     assert '[style*="fill: #ffffff"]' in style and '[style*="stroke: #000000"]' in style and "text {" in style
     # Nothing else is black: other colours are legible on both.
