@@ -14,3 +14,16 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Scores(Mlp):
+    """Needs memory that grows with the square of the length of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ x.mT / 64).softmax(-1)
+        return super().forward(x + scores @ x)
+
+
+def mlps(num: int, dim: int) -> nn.Sequential:
+    """Return a model of some blocks."""
+    return nn.Sequential(*(Mlp(dim) for _ in range(num)))

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import assert_equal
-from peaks import measured
+from budget_programs import chain
+from peaks import Step, Twins, bounds, measured
+from residual_mlp import Mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,56 +46,43 @@ class Checkpointed(Stem):
 class Model(nn.Module):
     def __init__(self, stem: Callable[[], nn.Module] = Stem) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        block = lambda: nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))  # noqa: E731
         self.first, self.stem = nn.Linear(64, 64), stem()
-        self.blocks, self.head = nn.ModuleList(block() for _ in range(4)), nn.Linear(64, 8)
+        self.blocks, self.head = nn.ModuleList(Mlp(64) for _ in range(4)), nn.Linear(64, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(self.first(x))
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(chain(self, self.stem(self.first(x))))  # type: ignore[no-any-return]
 
 
-def _step(model: nn.Module, rows: int = 128) -> tuple[list[Tensor], int]:
-    def run() -> None:
+def _step(rows: int = 128) -> Step:
+    def step(model: nn.Module) -> None:
         x = torch.randn(rows, 64)
         if isinstance(stem := getattr(model, "stem", None), OnlyOnce):
             stem.scales = iter([2.0])
         model(x).square().mean().backward()
 
-    return measured(model, run)
+    return step
 
 
-def _train(model: nn.Module, num_steps: int, expected: list[Tensor], rows: int = 128) -> int:
-    """Train with the gradients of plain training; return the peak of the last step."""
-    for _ in range(num_steps):
-        gradients, peak = _step(model, rows)
-        assert_equal(gradients, expected)
-    return peak
+_BLOCKS = tuple(f"blocks.{i}" for i in range(4))
 
 
 def test_a_large_stem_becomes_a_block_and_a_smaller_budget_fits() -> None:
-    expected, plain = _step(Model())
-    named, found = Model(), Model()
-    actckpt.apply(named, blocks=["blocks.*"])
-    budget = int(0.95 * _train(named, 2, expected))  # less than the blocks alone can reach
-    assert actckpt.apply(found, activation_budget=budget, race=False) == tuple(f"blocks.{i}" for i in range(4))
-    assert _train(found, 6, expected) <= budget < plain
-    blocks = ("stem", *(f"blocks.{i}" for i in range(4)))
-    assert actckpt.report(found).blocks_ran == blocks and actckpt.remove(found) == blocks
-    assert _train(found, 1, expected) == plain
+    budget = int(0.95 * bounds(Model, _step())[0])  # less than the blocks alone can reach
+    twins = Twins(Model)
+    assert actckpt.apply(twins.model, activation_budget=budget, race=False) == _BLOCKS
+    assert twins.step(_step(), 6) <= budget < twins.plain_peak
+    assert actckpt.report(twins.model).blocks_ran == actckpt.remove(twins.model) == ("stem", *_BLOCKS)
+    assert twins.step(_step()) == twins.plain_peak
 
 
 def test_plan_adds_it_too() -> None:
-    expected, plain = _step(Model())
-    model = Model()
-    plan = actckpt.plan(lambda: _step(model) and None, model=model, activation_budget="62%", race=False)
+    twins, step = Twins(Model), _step()
+    run = lambda: measured(twins.model, lambda: step(twins.model))  # noqa: E731
+    plan = actckpt.plan(run, model=twins.model, activation_budget="62%", race=False)
     assert plan.blocks is not None and plan.blocks[0] == "stem"
-    assert "forward" not in vars(model.stem)
-    actckpt.apply(model, plan)
-    assert _train(model, 2, expected) <= 0.63 * plain
+    assert "forward" not in vars(twins.model.stem)
+    actckpt.apply(twins.model, plan)
+    assert twins.step(step, 2) <= 0.63 * twins.plain_peak
 
 
 def _scripted() -> nn.Module:
@@ -107,10 +95,7 @@ class OnInputs(Model):
     """Its stem gets what the program made, and may overwrite before backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)  # type: ignore[no-any-return]
+        return self.head(chain(self, self.stem(x)))  # type: ignore[no-any-return]
 
 
 class Around(Model):
@@ -142,44 +127,37 @@ def _with_hook() -> nn.Module:
 def test_one_that_is_small_or_cannot_be_a_block_or_that_a_second_run_might_disturb_is_not_added(
     made: Callable[[], Model], budget: str, blocks: str | None
 ) -> None:
-    model, plain = made(), made()
-    plain.load_state_dict(model.state_dict())
-    expected, _ = _step(plain)
-    actckpt.apply(model, activation_budget=budget, blocks=blocks, race=False)
-    _train(model, 5, expected)
-    assert actckpt.report(model).plan is not None and "stem" not in actckpt.remove(model)
+    twins = Twins(made)
+    actckpt.apply(twins.model, activation_budget=budget, blocks=blocks, race=False)
+    twins.step(_step(), 5)
+    assert twins.plan is not None and "stem" not in actckpt.remove(twins.model)
 
 
 @pytest.mark.parametrize("where", ["in a block", "around a block"])
 def test_one_that_later_runs_with_a_block_is_no_block_any_more(where: str) -> None:
-    model = Model()
-    actckpt.apply(model, activation_budget="80%", race=False)
-    _train(model, 4, _step(Model())[0])
+    twins: Any = Twins(Model, "80%")
+    twins.step(_step(), 4)
+    model = twins.model
     assert "forward" in vars(model.stem)
-    if where == "in a block":
-        first = model.blocks[0][0]
-        first.register_forward_pre_hook(lambda _, args: (model.stem(args[0]),))
-    else:
-        model.stem[0].register_forward_pre_hook(lambda _, args: (model.blocks[3](args[0]),))
-    for _ in range(4):
-        _step(model, 160)
+    for each in (model, twins.plain):
+        inner, outer = (each.stem, each.blocks[0].up) if where == "in a block" else (each.blocks[3], each.stem[0])
+        outer.register_forward_pre_hook(lambda _, args, inner=inner: (inner(args[0]),))
+    twins.step(_step(160), 4)
     assert "forward" not in vars(model.stem)
 
 
 def test_a_later_larger_batch_adds_it() -> None:
-    model = Model()
-    budget = int(0.62 * _step(Model())[1])
-    actckpt.apply(model, activation_budget=budget, race=False)
+    budget = int(0.62 * bounds(Model, _step())[1])
+    twins = Twins(Model, budget, on_infeasible="warn")
     for rows in (2, 128, 2):
-        expected, _ = _step(Model(), rows)
-        assert _train(model, 4, expected, rows) <= budget
+        assert twins.step(_step(rows), 4) <= budget
 
 
 def test_a_copy_of_a_model_with_an_added_block_trains_under_the_budget() -> None:
-    model = Model()
-    expected, plain = _step(Model())
-    actckpt.apply(model, activation_budget="60%", race=False)
-    _train(model, 3, expected)
-    copied = copy.deepcopy(model)
-    assert _train(copied, 4, expected) <= 0.6 * plain
-    assert actckpt.remove(copied)[0] == "stem" and _train(model, 2, expected) <= 0.6 * plain
+    twins = Twins(Model, "60%", on_infeasible="warn")
+    twins.step(_step(), 3)
+    original, twins.model = twins.model, copy.deepcopy(twins.model)
+    assert twins.step(_step(), 4) <= 0.6 * twins.plain_peak
+    assert actckpt.remove(twins.model)[0] == "stem"
+    twins.model = original
+    assert twins.step(_step(), 2) <= 0.6 * twins.plain_peak

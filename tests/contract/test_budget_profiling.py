@@ -21,142 +21,110 @@ from torch import Tensor, nn
 import actckpt
 
 
-class Count(Block):
-    def __init__(self) -> None:
+class Kind(Block):
+    """A block that does something besides, by its name."""
+
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.num = 0
+        self.kind = kind
+        _KINDS[kind][0](self)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.num += 1
-        return super().forward(x) * (1 + self.num / 10)
+        return _KINDS[self.kind][1](self, x)
 
 
-class Draws(Block):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * torch.rand(x.shape, generator=self.generator))
+_plain = Block.forward
+_collected: contextvars.ContextVar[list[Tensor]] = contextvars.ContextVar("collected")
 
 
-class DrawsFromList(Draws):
-    """The same, in a list."""
-
-    generator = property(lambda self: self.generators[0])  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        Block.__init__(self)
-        self.generators = [torch.Generator().manual_seed(3)]
+def _has(**values: Callable[[], Any]) -> Callable[[Any], None]:
+    """Return what gives a block attributes."""
+    return lambda block: vars(block).update({name: make() for name, make in values.items()})
 
 
-class DrawsFromObject(Draws):
-    """The same, in an object."""
-
-    generator = property(lambda self: self.held.generator)  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        Block.__init__(self)
-        self.held = types.SimpleNamespace(generator=torch.Generator().manual_seed(3))
+def _counts(block: Any, x: Tensor) -> Tensor:
+    block.num += 1
+    return _plain(block, x) * (1 + block.num / 10)
 
 
-class Observed(Block):
-    """Moves a buffer, from the second call on through `.data`, which no version tells."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.ones(32))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        average = self.average if self.count == 0 else self.average.data
-        average.mul_(0.5).add_(x.detach().mean((0, 1)))
-        self.count.data.add_(1)
-        return super().forward(x * self.average)
+def _draws(generator_of: Callable[[Any], torch.Generator]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda block, x: _plain(block, x * torch.rand(x.shape, generator=generator_of(block)))
 
 
-class TensorAttribute(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.num = torch.zeros(32), torch.zeros(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x) * (1 + self.mean + self.num)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean((0, 1))
-        self.num += 0.1
-        return y
+def _own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
 
 
-class Freed(Block):
-    """Tensors whose storages a library freed until it needs them, as sharding does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("gathered", torch.zeros(1000), persistent=False)
-        weight = next(self.parameters())
-        weight.gathered = torch.zeros(2**20)
-        for tensor in (self.gathered, weight.gathered):
-            tensor.untyped_storage().resize_(0)
+def _has_average(block: Any) -> None:
+    block.register_buffer("average", torch.ones(32))
+    block.register_buffer("count", torch.zeros(()))
 
 
-class Losses(Block):
-    """Leaves a loss in an attribute, and one in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[Tensor] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        self.loss = y.square().mean()
-        self.losses.append(y.square().mean())
-        return y
+def _observes(block: Any, x: Tensor) -> Tensor:
+    """Move a buffer, from the second call on through `.data`, which no version tells."""
+    average = block.average if block.count == 0 else block.average.data
+    average.mul_(0.5).add_(x.detach().mean((0, 1)))
+    block.count.data.add_(1)
+    return _plain(block, x * block.average)
 
 
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mul_(1.1))
+def _changes_tensors(block: Any, x: Tensor) -> Tensor:
+    y = _plain(block, x) * (1 + block.mean + block.num)
+    block.mean = 0.9 * block.mean + 0.1 * y.detach().mean((0, 1))
+    block.num += 0.1
+    return y
 
 
-class Captured(Block):
-    """Reads what no argument leads to: the graph of the model around it."""
-
-    scale: list[Tensor]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * self.scale[0])
-
-
-class Recurrent(Block):
-    """A module whose parameters are held in a list besides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = [self.up.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x @ self.weights[0].square().mean(0).diag()
+def _has_freed(block: Any) -> None:
+    """Have tensors whose storages a library freed until it needs them, as sharding does."""
+    block.register_buffer("gathered", torch.zeros(1000), persistent=False)
+    weight = next(block.parameters())
+    weight.gathered = torch.zeros(2**20)
+    for tensor in (block.gathered, weight.gathered):
+        tensor.untyped_storage().resize_(0)
 
 
-_collected: contextvars.ContextVar[list[Tensor] | None] = contextvars.ContextVar("collected", default=None)
+def _leaves_losses(block: Any, x: Tensor) -> Tensor:
+    """Leave a loss in an attribute, and one in a list."""
+    y = _plain(block, x)
+    block.loss = y.square().mean()
+    block.losses.append(y.square().mean())
+    return y
 
 
-class Collected(Block):
-    """What a hook collects in a context variable."""
+def _has_weights(block: Any) -> None:
+    block.weights = [block.up.weight]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up.register_forward_hook(self.collect)
 
-    @staticmethod
-    def collect(_: nn.Module, args: Any, result: Tensor) -> None:
-        collected = _collected.get()
-        assert collected is not None
-        collected.append(result.square().mean())
+def _collects(block: Any) -> None:
+    """Let a hook collect in a context variable."""
+    block.up.register_forward_hook(_collect)
+
+
+def _collect(_: nn.Module, args: Any, result: Tensor) -> None:
+    _collected.get().append(result.square().mean())
+
+
+#: What each has, and what it does.
+_KINDS: dict[str, tuple[Callable[[Any], None], Callable[[Any, Tensor], Tensor]]] = {
+    "counts": (_has(num=int), _counts),
+    "draws": (_has(generator=_own_generator), _draws(lambda block: block.generator)),
+    "draws from a list": (_has(drawn=lambda: [_own_generator()]), _draws(lambda block: block.drawn[0])),
+    "draws from an object": (
+        _has(held=lambda: types.SimpleNamespace(generator=_own_generator())),
+        _draws(lambda block: block.held.generator),
+    ),
+    "observes": (_has_average, _observes),
+    "changes tensors": (_has(mean=lambda: torch.zeros(32), num=lambda: torch.zeros(1)), _changes_tensors),
+    "has freed tensors": (_has_freed, _plain),
+    "leaves losses": (_has(losses=list), _leaves_losses),
+    "in place": (_has(), lambda block, x: _plain(block, x.mul_(1.1))),
+    # What no argument leads to: the graph of the model around it.
+    "captures": (_has(scale=list), lambda block, x: _plain(block, x * block.scale[0])),
+    # Its parameters are held in a list besides.
+    "recurrent": (_has_weights, lambda block, x: _plain(block, x) + x @ block.weights[0].square().mean(0).diag()),
+    "collects": (_collects, _plain),
+}
 
 
 class Model(nn.Module):
@@ -172,12 +140,12 @@ class Model(nn.Module):
         collected: list[Tensor] = []
         _collected.set(collected)
         for block in self.blocks:
-            if isinstance(block, Captured):
+            if hasattr(block, "scale"):
                 block.scale = scale
             x = block(x)
         loss = self.head(x).square().mean() + sum(collected)
         for block in self.blocks:
-            if isinstance(block, Losses):
+            if hasattr(block, "losses"):
                 loss = loss + block.loss + torch.stack(block.losses).sum()
                 block.losses.clear()
         return loss
@@ -217,10 +185,6 @@ class ModelOfObjects(nn.Module):
         return state.x.square().mean() + sum(notes.losses) + seen[0].mean()
 
 
-_KINDS = (Count, Draws, DrawsFromList, DrawsFromObject, Observed, TensorAttribute, Freed, Losses)
-_KINDS += (InPlace, Captured, Recurrent, Collected)
-
-
 def _planned(make: Callable[[], nn.Module], budget: str = "80%") -> actckpt.Plan:
     """Train plainly and under a budget: all that a program sees is the same. Return the plan."""
     models = []
@@ -253,19 +217,25 @@ _UNSEEN = "it draws from a generator that is in no attribute of a module, which 
 _CHANGES = "it changes its attributes at each call"
 
 
-@pytest.mark.parametrize("kind", [*_KINDS, ModelOfObjects], ids=lambda kind: kind.__name__)
-def test_profiling_leaves_nothing_behind_and_a_plan_reruns_no_block_that_it_would_change(kind: type[nn.Module]) -> None:
-    plan = _planned(kind if kind is ModelOfObjects else partial(Model, kind), "65%" if kind in _RERUN else "80%")
+#: Whose generators reruns restore.
+_RERUN = ("draws", "draws from a list")
+_WHY = {
+    "in place": "it writes to its input",
+    "counts": _CHANGES,
+    "changes tensors": _CHANGES,
+    "draws from an object": _UNSEEN,
+}
+
+
+@pytest.mark.parametrize("kind", [*_KINDS, "of objects"])
+def test_profiling_leaves_nothing_behind_and_a_plan_reruns_no_block_that_it_would_change(kind: str) -> None:
+    make = partial(Model, partial(Kind, kind)) if kind in _KINDS else ModelOfObjects
+    plan = _planned(make, "65%" if kind in _RERUN else "80%")
     if kind in _RERUN:
         assert _no_rerun(plan) == {"rerun"}
     elif kind in _WHY:
         assert not any(plan.rerun) and _no_rerun(plan) == {_WHY[kind]}
         assert plan.overhead_seconds == 0 or f": {_WHY[kind]}." in plan.explain()
-
-
-#: Whose generators reruns restore.
-_RERUN = (Draws, DrawsFromList)
-_WHY = {InPlace: "it writes to its input", Count: _CHANGES, TensorAttribute: _CHANGES, DrawsFromObject: _UNSEEN}
 
 
 class Drawing(Block):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
 import threading
-from typing import Any
+from collections.abc import Callable
 
 import on_device
 import pytest
 import torch
-from oracle import assert_equal
-from peaks import measured
+from peaks import counted, measured, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,70 +41,21 @@ class Model(nn.Module):
         return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-def takes_time(plan: actckpt.Plan, expected: bool) -> bool:
-    """Whether a plan recomputes or offloads something as expected, and costs time for it.
-
-    On a device times may be too short to tell apart, or hidden by copies; and workspaces of kernels, which no counter
-    of tensors sees, may not fit into what those of plain training need.
-    """
-    works = any(plan.rerun) or any(
-        value.needed and actions[value.name] is not actckpt.Action.KEEP
-        for block, actions in zip(plan.costs.blocks, plan.actions, strict=True)
-        for value in block.values
-    )
-    if on_device.device_type != "cpu":
-        return works or not expected
-    return works == (plan.overhead_seconds != 0.0) == expected
-
-
 class Training:
     """A model and its step."""
 
-    def __init__(self, **optimizer: Any) -> None:
-        torch.manual_seed(0)
-        self.model = Model()
+    def __init__(self) -> None:
+        self.model = seeded(Model)
         self.tokens = torch.randint(16, (8, 32))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), **optimizer) if optimizer else None
 
     def step(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
         functional.cross_entropy(self.model(self.tokens).flatten(0, 1), self.tokens.flatten()).backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-
-    def state(self) -> list[Any]:
-        """What a step may change, as copies."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), *(p.grad for p in self.model.parameters())]
-        found: list[Any] = [None if tensor is None else tensor.detach().clone() for tensor in tensors]
-        if self.optimizer is not None:
-            found += [v.clone() for state in self.optimizer.state.values() for v in state.values()]
-        return [*found, torch.get_rng_state(), random.getstate()]
 
     def gradients(self) -> list[Tensor]:
         return measured(self.model, self.step)[0]
 
     def peak(self) -> int:
         return measured(self.model, self.step)[1]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_everything_is_as_before_also_after_a_step_that_raises(fails: bool) -> None:
-    training, calls = Training(lr=1e-3), []
-    training.step()
-    before = training.state()
-
-    def step() -> None:
-        training.step()
-        calls.append(None)
-        if fails and len(calls) == 3:
-            raise OSError("no more data")
-
-    with pytest.raises(OSError, match="no more data") if fails else contextlib.nullcontext():
-        actckpt.plan(step, model=training.model, optimizer=training.optimizer, activation_budget="60%")
-    assert_equal(training.state()[:-1], before[:-1])
-    assert fails or training.state()[-1] == before[-1]
-    assert not any("forward" in vars(module) for module in training.model.modules())
 
 
 def test_what_fits_does_not_race_and_needs_no_region_and_no_hook() -> None:
@@ -133,6 +81,8 @@ def test_the_race_names_what_fits_and_what_does_not_and_the_fastest_is_returned(
     training = Training()
     plan = actckpt.plan(training.step, model=training.model, activation_budget="60%")
     rows = {row.name: row for row in plan.race}
+    if on_device.device_type != "cpu" and "recompute" not in rows:
+        pytest.skip("what reruns do takes no time on this device, so the plan is to recompute everything")
     assert not rows["keep everything"].fits and rows["keep everything"].seconds is None
     assert rows["recompute"].fits and rows["plan"].fits
     timed = {name: row.seconds for name, row in rows.items() if row.seconds is not None}
@@ -152,25 +102,6 @@ def test_pins_decide_and_one_that_names_nothing_is_named(race: bool) -> None:
     plan = actckpt.plan(training.step, model=training.model, activation_budget="90%", pins=pins, race=race)
     assert not plan.race  # simple choices do not hold pins
     assert all(a[pinned] is actckpt.Action.RECOMPUTE for a, name in zip(plan.actions, plan.blocks, strict=True) if name)
-
-
-def test_a_step_that_cannot_be_measured_is_one_clear_error() -> None:
-    training = Training()
-    plan = actckpt.plan
-
-    def twice() -> None:
-        training.step()
-        training.step()
-
-    with pytest.raises(
-        actckpt.errors.BlocksError, match=r"'blocks.0' ran 2 times in the step.*called 2 times, expected once"
-    ):
-        plan(twice, model=training.model, activation_budget="40%")
-    with pytest.raises(actckpt.errors.BlocksError, match=r"backward did not run through block 'blocks.0'"):
-        plan(lambda: training.model(training.tokens), model=training.model, activation_budget="40%")
-    actckpt.apply(training.model)
-    with pytest.raises(actckpt.errors.BlocksError, match="checkpointed already"):
-        plan(training.step, model=training.model, activation_budget="40%")
 
 
 def test_a_plan_beside_blocks_or_of_no_model_is_refused() -> None:
@@ -194,3 +125,132 @@ def test_a_step_that_trains_in_a_thread_leaves_no_mode_behind() -> None:
     plan = actckpt.plan(step, model=training.model, activation_budget="60%", race=False)
     assert plan.peak_bytes <= plan.budget_bytes
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.generators = [torch.Generator().manual_seed(1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generators[0])
+        return x + self.down(functional.gelu(self.up(x))) * noise
+
+
+class Updating:
+    """A model whose steps run its optimizer."""
+
+    def __init__(self) -> None:
+        self.model = seeded(lambda: nn.Sequential(*(Noisy() for _ in range(5))))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.x = torch.randn(512, 64)
+        self.noise: Tensor | None = None
+
+    def backward(self, x: Tensor) -> None:
+        self.model(x).square().mean().backward()
+
+    def peak(self, step: Callable[[Updating], None], *, total: bool) -> int:
+        held = [*self.model.parameters()]  # gradients are made again
+        held += [value for state in self.optimizer.state.values() for value in state.values()]
+        with counted(self.model, total=total, held=held) as found:
+            step(self)
+        return found.peak_bytes
+
+
+def _plain_step(training: Updating) -> None:
+    training.optimizer.zero_grad()
+    training.backward(training.x)
+    training.optimizer.step()
+
+
+def _penalty_first(training: Updating) -> None:
+    """A step that makes gradients before the forward."""
+    training.optimizer.zero_grad()
+    sum(parameter.square().sum() for parameter in training.model.parameters()).mul(1e-3).backward()
+    training.backward(training.x)
+    training.optimizer.step()
+
+
+def _update_first(training: Updating) -> None:
+    """A step that updates by the gradients of the one before it."""
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.backward(training.x)
+
+
+def _fills_a_cache(training: Updating) -> None:
+    """A step that makes what it needs in the first step, and keeps it."""
+    if training.noise is None:
+        training.noise = torch.randn(training.x.shape[0], 1024).mean(1, keepdim=True) + torch.zeros(1, 64)
+        training.unused = torch.zeros(training.x.shape[0], 2048)
+    training.optimizer.zero_grad()
+    training.backward(training.x + training.noise)
+    training.optimizer.step()
+
+
+def _loads_a_batch(training: Updating) -> None:
+    """A step that makes a batch, four times as large as the input of the model, and frees it."""
+    training.optimizer.zero_grad()
+    batch = torch.randn(len(training.x), 4 * 64)
+    training.backward(batch[:, :64])
+    training.optimizer.step()
+
+
+def _takes_time(plan: actckpt.Plan, expected: bool) -> bool:
+    """Whether a plan recomputes or offloads something as expected, and costs time for it.
+
+    On a device times may be too short to tell apart, or hidden by copies; and workspaces of kernels, which no counter
+    of tensors sees, may not fit into what those of plain training need.
+    """
+    works = any(plan.rerun) or any(
+        value.needed and actions[value.name] is not actckpt.Action.KEEP
+        for block, actions in zip(plan.costs.blocks, plan.actions, strict=True)
+        for value in block.values
+    )
+    if on_device.device_type != "cpu":
+        return works or not expected
+    return works == (plan.overhead_seconds != 0.0) == expected
+
+
+@pytest.mark.parametrize("total", [False, True])
+@pytest.mark.parametrize(
+    ("step", "share"),
+    [
+        *((_plain_step, share) for share in (0.7, 0.85, 1.0)),
+        *((step, 0.8) for step in (_penalty_first, _update_first, _fills_a_cache, _loads_a_batch)),
+    ],
+)
+def test_a_plan_predicts_the_peak_of_later_steps(step: Callable[[Updating], None], share: float, total: bool) -> None:
+    """What the optimizer makes is in budgets of all memory alone; the step of a plan may be the first to make it."""
+
+    def made() -> Updating:
+        training = Updating()
+        if step is not _plain_step:
+            training.backward(training.x)
+        return training
+
+    training = made()
+    step(training)
+    budget = int(share * training.peak(step, total=total))
+    del training  # on a device, all that is allocated counts
+    training = made()
+    plan = actckpt.plan(
+        lambda: step(training),
+        model=training.model,
+        blocks=Noisy,
+        optimizer=training.optimizer,
+        race=False,
+        **{"budget" if total else "activation_budget": budget},
+    )
+    assert _takes_time(plan, share < 1.0)
+    actckpt.apply(training.model, policy=plan)
+    step(training)
+    found = training.peak(step, total=total)
+    assert found <= 1.001 * budget
+    # On a device, gradients from before the plan are there twice: it sets them aside.
+    twice_bytes = sum(parameter.nbytes for parameter in training.model.parameters()) if total else 0
+    slack_bytes = 0.02 * found + (0 if on_device.device_type == "cpu" else twice_bytes)
+    assert found == pytest.approx(plan.peak_bytes, abs=slack_bytes)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from oracle import assert_equal
-from test_budgets import Block, Model, Training
+from peaks import Step, Twins, measured
+from test_budgets import Block, Model
 from torch import Tensor, nn
 
 import actckpt
@@ -35,59 +35,49 @@ _OTHERS: dict[str, _Call] = {
 }
 
 
-def _step(model: nn.Module, tokens: Tensor, call: _Call) -> list[Tensor]:
-    torch.manual_seed(1)
-    model.zero_grad()
-    call(model, tokens).square().mean().backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+def _step(call: _Call = lambda model, tokens: model(tokens)) -> Step:
+    tokens = torch.randint(16, (8, 32), generator=torch.Generator().manual_seed(0))
+    return lambda model: call(model, tokens).square().mean().backward()
 
 
-def _plainly(model: nn.Module, tokens: Tensor) -> Tensor:
-    found: Tensor = model(tokens)
-    return found
+def _plan(model: nn.Module, share: str, **options: Any) -> actckpt.Plan:
+    step = _step()
+    run = lambda: measured(model, lambda: step(model))  # noqa: E731
+    return actckpt.plan(run, model=model, activation_budget=share, race=False, **options)
 
 
 @pytest.mark.parametrize("share", ["40%", "70%", "100%"])
 @pytest.mark.parametrize("around", [*_RERUNNING, *_OTHERS])
 def test_a_plan_that_is_made_works_inside_of_any(around: str, share: str) -> None:
-    training = Training()
-    model, tokens, call = training.model, training.tokens, {**_RERUNNING, **_OTHERS}[around]
-    expected = _step(model, tokens, _plainly)
-    plan = actckpt.plan(
-        lambda: _step(model, tokens, _plainly) and None, model=model, activation_budget=share, race=False
-    )
-    actckpt.apply(model, policy=plan)
-    for _ in range(2):
-        assert_equal(_step(model, tokens, call), expected)
+    twins = Twins(Model)
+    actckpt.apply(twins.model, policy=_plan(twins.model, share))
+    _step_inside(twins, around, 2)
+
+
+def _step_inside(twins: Twins, around: str, num: int = 1) -> None:
+    """Run steps of the model inside of a checkpoint, and plain ones."""
+    inside, plain = _step({**_RERUNNING, **_OTHERS}[around]), _step()
+    twins.step(lambda model: (inside if model is twins.model else plain)(model), num)
 
 
 @pytest.mark.parametrize("around", _RERUNNING)
 def test_a_budget_inside_of_a_rerun_is_one_clear_error_before_anything_ran(around: str) -> None:
-    training = Training()
-    model, tokens = training.model, training.tokens
-    expected = _step(model, tokens, _plainly)
-    actckpt.apply(model, activation_budget="60%")
+    twins = Twins(Model, "60%", on_infeasible="warn", race=True)
     for _ in range(2):
         with pytest.raises(actckpt.errors.BlocksError, match=r"inside a checkpoint.*Leave out that.*policy=plan"):
-            _step(model, tokens, _RERUNNING[around])
-        for _ in range(2):
-            assert_equal(_step(model, tokens, _plainly), expected)
-    plan = actckpt.report(model).plan
-    assert plan is not None
-    actckpt.remove(model)
-    actckpt.apply(model, policy=plan)  # what the error says
-    assert_equal(_step(model, tokens, _RERUNNING[around]), expected)
+            _step_inside(twins, around)
+        twins.step(_step(), 2)
+    plan = twins.plan
+    actckpt.remove(twins.model)
+    actckpt.apply(twins.model, policy=plan)  # what the error says
+    _step_inside(twins, around)
 
 
 @pytest.mark.parametrize("around", _OTHERS)
 def test_a_budget_works_inside_of_what_runs_no_step_again(around: str) -> None:
-    training = Training()
-    model, tokens = training.model, training.tokens
-    expected = _step(model, tokens, _plainly)
-    actckpt.apply(model, activation_budget="80%")
-    for _ in range(4):
-        assert_equal(_step(model, tokens, _OTHERS[around]), expected)
-    assert actckpt.report(model).plan is not None
+    twins = Twins(Model, "80%", on_infeasible="warn", race=True)
+    _step_inside(twins, around, 4)
+    assert twins.plan is not None
 
 
 class Partly(Model):
@@ -105,26 +95,20 @@ class Partly(Model):
 
 @pytest.mark.parametrize("around", _RERUNNING)
 def test_blocks_that_the_model_checkpoints_itself_are_one_clear_error(around: str) -> None:
-    model, tokens = Partly(), torch.randint(16, (8, 32))
-    expected = _step(model, tokens, _plainly)
+    twins: Any = Twins(Partly)
+    model = twins.model
+    plan = _plan(model, "60%", blocks=Block)
     model.checkpoint = _RERUNNING[around]
     message = r"block 'blocks\.2' runs inside of a checkpoint.*Leave out that checkpoint.*other blocks="
     with pytest.raises(actckpt.errors.BlocksError, match=message):
-        actckpt.plan(lambda: _step(model, tokens, _plainly), model=model, blocks=Block, activation_budget="60%")
+        _plan(model, "60%", blocks=Block)
     actckpt.apply(model, blocks=Block, activation_budget="60%")
     with pytest.raises(actckpt.errors.BlocksError, match=message):
-        _step(model, tokens, _plainly)
+        twins.step(_step())
     actckpt.remove(model)
     actckpt.apply(model, blocks=["blocks.0", "blocks.1", "blocks.4", "blocks.5"], activation_budget="80%")
-    for _ in range(3):
-        assert_equal(_step(model, tokens, _plainly), expected)
-    assert actckpt.report(model).plan is not None
+    twins.step(_step(), 3)
+    assert twins.plan is not None
     actckpt.remove(model)
-    model.checkpoint = None
-    plan = actckpt.plan(
-        lambda: _step(model, tokens, _plainly) and None, model=model, blocks=Block, activation_budget="60%", race=False
-    )
-    model.checkpoint = _RERUNNING[around]
     actckpt.apply(model, policy=plan)
-    for _ in range(2):
-        assert_equal(_step(model, tokens, _plainly), expected)
+    twins.step(_step(), 2)

@@ -14,19 +14,11 @@ import pytest
 import torch
 from budget_programs import Net
 from oracle import assert_equal
-from peaks import apply_budget, counted, measured, plan_of, smallest_budget
-from residual_mlp import Mlp
+from peaks import Step, Twins, apply_budget, bounds, counted, measured, seeded, smallest_budget
+from residual_mlp import Mlp, Scores
 from torch import Tensor, nn
 
 import actckpt
-
-
-class Scores(Mlp):
-    """Needs memory that grows faster than its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = (x @ x.transpose(-1, -2) / 64).softmax(-1)
-        return super().forward(x + scores @ x)
 
 
 class Biased(Mlp):
@@ -90,42 +82,38 @@ _KINDS: dict[str, tuple[Callable[..., Tensor], type[Mlp]]] = {
 }
 
 
-def _made(kind: str, budget: float | str | None = None, **options: Any) -> Net:
-    torch.manual_seed(0)
+def _model(kind: str) -> nn.Module:
     run, block = _KINDS[kind]
     model = Net(run, [block(64) for _ in range(6)], head=nn.Linear(64, 1))
     model.skipped = -1  # type: ignore[assignment]
-    if budget is not None:
-        apply_budget(model, budget, **options)
     return model
 
 
-def _step(kind: str, model: nn.Module, size: int) -> tuple[list[Tensor], int]:
-    """Return gradients, and the peak."""
+def _twins(kind: str, budget: float | str, **options: Any) -> Twins:
+    return Twins(functools.partial(_model, kind), budget, **options)
+
+
+def _step(kind: str, size: int) -> Step:
     x = torch.randn(1024, 64, generator=torch.Generator().manual_seed(size))
     if _KINDS[kind][0] is _unpadded:
         args: tuple[Any, ...] = x, torch.arange(1024) < size
     else:
         args = (types.SimpleNamespace(x=x[:size] if kind == "part of one tensor" else x[:size].clone()),)
 
-    def run() -> None:
+    def step(model: nn.Module) -> None:
         for loss in [model(*args).square().mean() for _ in range(2 if kind == "two forwards" else 1)]:
             loss.backward()
 
-    return measured(model, run)
+    return step
 
 
 @functools.cache
 def _smallest_bytes(kind: str, size: int) -> int:
-    model = _made(kind, 1, race=True)
-    _step(kind, model, size)
-    return smallest_budget(lambda: _step(kind, model, size))
-
-
-def _recomputed_bytes(kind: str, size: int) -> int:
-    model = _made(kind)
-    actckpt.apply(model, blocks="blocks.*")
-    return [_step(kind, model, size)[1] for _ in range(2)][-1]
+    model = seeded(functools.partial(_model, kind))
+    step = functools.partial(measured, model, functools.partial(_step(kind, size), model))
+    apply_budget(model, 1, race=True)
+    step()
+    return smallest_budget(step)
 
 
 @pytest.mark.filterwarnings("error")
@@ -147,47 +135,43 @@ def _recomputed_bytes(kind: str, size: int) -> int:
 )
 def test_steps_that_grow_stay_in_the_budget(kind: str, sizes: list[int]) -> None:
     # Cycles that are measured recompute everything, which may need more than the smallest plan.
-    budget = max(_smallest_bytes(kind, 1024), _recomputed_bytes(kind, 1024)) + 200_000
-    plain, model = _made(kind), _made(kind, budget)
-    peaks = []
+    recomputed_bytes, plain_bytes = bounds(functools.partial(_model, kind), _step(kind, 1024))
+    budget = max(_smallest_bytes(kind, 1024), recomputed_bytes) + 200_000
+    assert plain_bytes > budget
+    twins, peaks = _twins(kind, budget), []
     for number, size in enumerate(sizes):
-        found, peak = _step(kind, model, size)
-        assert_equal(found, _step(kind, plain, size)[0])
+        peaks.append(twins.step(_step(kind, size)))
         # Where a size is new, everything is recomputed, and audits may compute checksums.
-        assert peak <= (budget if size in sizes[:number] else 1.02 * budget)
-        peaks.append(peak)
-    assert 0.95 * max(peaks[-3:]) <= plan_of(model).peak_bytes <= budget
-    assert max(_step(kind, plain, size)[1] for size in sizes) > budget
+        assert peaks[-1] <= (budget if size in sizes[:number] else 1.02 * budget)
+    assert 0.95 * max(peaks[-3:]) <= twins.plan.peak_bytes <= budget
 
 
 def test_sizes_that_differ_in_each_step_stay_in_the_budget_and_get_one_plan() -> None:
     budget = _smallest_bytes("padding", 1024) + 200_000
-    model = _made("padding", budget)
-    plans: list[actckpt.Plan | None] = []
+    twins, plans = _twins("padding", budget), list[actckpt.Plan | None]()
     for size in (100, 100, 180, 90, 300, 50, 500, 90, 800, 50, 1024, 20, 20, 1024, 1024, 1024, 300, 1024):
-        assert _step("padding", model, size)[1] <= budget
-        plans.append(actckpt.report(model).plan)
-    assert plans[-1] is plans[-2] and plan_of(model).peak_bytes > _step("padding", model, 1024)[1] * 0.95
+        assert twins.step(_step("padding", size)) <= budget
+        plans.append(actckpt.report(twins.model).plan)
+    assert plans[-1] is plans[-2] and twins.plan.peak_bytes > twins.step(_step("padding", 1024)) * 0.95
 
 
 def test_a_large_step_that_comes_once_does_not_slow_later_ones_down() -> None:
     kind = "padding, scores"
     budget = _smallest_bytes(kind, 1024) + 200_000
-    plain, model = _made(kind), _made(kind, budget)
-    peaks = [_step(kind, model, size)[1] for size in (100, 100, 1024, *[100] * 4)]
+    twins = _twins(kind, budget)
+    peaks = [twins.step(_step(kind, size)) for size in (100, 100, 1024, *[100] * 4)]
     assert peaks[2] <= budget
-    assert peaks[-3:] == [pytest.approx(_step(kind, plain, 100)[1], rel=0.01)] * 3, "the plan runs again"
+    assert peaks[-3:] == [pytest.approx(twins.plain_peak, rel=0.01)] * 3, "the plan runs again"
     # Large ones that come after that fit, and are measured.
-    assert max(_step(kind, model, size)[1] for size in (1024, 1024, 1024, 1000, 100, 1024)) <= budget
+    assert max(twins.step(_step(kind, size)) for size in (1024, 1024, 1024, 1000, 100, 1024)) <= budget
 
 
 def test_sizes_that_grow_in_each_step_are_told_once_and_stay_checkpointed() -> None:
-    plain, model = _made("padding"), _made("padding", "100%")
+    twins = _twins("padding", "100%")
     with pytest.warns(UserWarning, match="sizes inside of a Net with a budget grow") as told:
-        peaks = [_step("padding", model, size)[1] for size in range(100, 160)]
+        peaks = [twins.step(_step("padding", size)) for size in range(100, 160)]
     assert len(told) == 1
-    assert max(peaks[40:]) < 0.6 * _step("padding", plain, 159)[1]
-    assert_equal(_step("padding", model, 150)[0], _step("padding", plain, 150)[0])
+    assert max(peaks[40:]) < 0.6 * twins.plain_peak
 
 
 @pytest.mark.filterwarnings("ignore:apply. .* blocks did not run in a step")
@@ -195,52 +179,44 @@ def test_sizes_that_grow_in_each_step_are_told_once_and_stay_checkpointed() -> N
 @pytest.mark.parametrize("measured_without", [-1, 2])
 def test_a_block_that_is_skipped_hides_no_size(measured_without: int) -> None:
     budget = _smallest_bytes("skipping", 1024) + 200_000
-    model: Any = _made("skipping", budget)
+    twins: Any = _twins("skipping", budget)
     for skipped, size, num_steps, limit in [
         (measured_without, 200, 1, float("inf")),
         (-1, 200, 3, float("inf")),
         (0, 1024, 3, budget),
         (-1, 1024, 3, budget),
     ]:
-        model.skipped = skipped
-        assert max(_step("skipping", model, size)[1] for _ in range(num_steps)) <= limit
-    assert {f"blocks.{n}" for n in range(6)} <= {*plan_of(model).blocks}
+        twins.model.skipped = twins.plain.skipped = skipped
+        assert max(twins.step(_step("skipping", size)) for _ in range(num_steps)) <= limit
+    assert {f"blocks.{n}" for n in range(6)} <= {*twins.plan.blocks}
 
 
 def test_a_block_that_runs_outside_of_its_model_shows_no_size() -> None:
-    model = _made("padding", "60%")
-    for _ in range(3):
-        _step("padding", model, 200)
-    plan = plan_of(model)
-    model.blocks[0](torch.randn(1000, 64)).sum().backward()
-    for _ in range(3):
-        _step("padding", model, 200)
-    assert plan_of(model) is plan
+    twins: Any = _twins("padding", "60%")
+    twins.step(_step("padding", 200), 3)
+    plan = twins.plan
+    twins.model.blocks[0](torch.randn(1000, 64)).sum().backward()
+    twins.step(_step("padding", 200), 3)
+    assert twins.plan is plan
 
 
 def test_a_step_that_no_plan_fits_is_told() -> None:
-    budget = _smallest_bytes("padding", 300) + 100_000
-    plain, model = _made("padding"), _made("padding", budget, race=True)
-    for _ in range(3):
-        _step("padding", model, 300)
+    twins = _twins("padding", _smallest_bytes("padding", 300) + 100_000, race=True)
+    twins.step(_step("padding", 300), 3)
     with pytest.warns(UserWarning, match="steps need more memory than was known when their plan was made"):
-        for _ in range(3):
-            found, peak = _step("padding", model, 1024)
-            assert_equal(found, _step("padding", plain, 1024)[0])
-    assert peak <= plan_of(model).peak_bytes + 4096
+        peak = twins.step(_step("padding", 1024), 3)
+    assert peak <= twins.plan.peak_bytes + 4096
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
 def test_copies_notice_what_is_larger(copied: Callable[[Any], Any]) -> None:
-    plain, model = _made("padding"), _made("padding", "60%")
-    for _ in range(3):
-        _step("padding", model, 300)
-    other, block = copied(model), copied(model.blocks[0])
-    x = torch.randn(1024, 64)
-    assert_equal(block(x).detach(), plain.blocks[0](x).detach())  # of a larger size, on its own
-    for _ in range(3):
-        assert_equal(_step("padding", other, 1024)[0], _step("padding", plain, 1024)[0])
-    assert plan_of(other).peak_bytes > 2 * plan_of(model).peak_bytes
+    twins: Any = _twins("padding", "60%")
+    twins.step(_step("padding", 300), 3)
+    small, block, x = twins.plan, copied(twins.model.blocks[0]), torch.randn(1024, 64)
+    assert_equal(block(x).detach(), twins.plain.blocks[0](x).detach())  # of a larger size, on its own
+    twins.model = copied(twins.model)
+    twins.step(_step("padding", 1024), 3)
+    assert twins.plan.peak_bytes > 2 * small.peak_bytes
 
 
 class Task(enum.Enum):
@@ -266,19 +242,23 @@ class Flagged(nn.Module):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
-    ("args", "kwargs"), [((True,), {}), ((), {"heavy": True}), ((), {"task": Task.HEAVY})], ids=["arg", "kwarg", "enum"]
+    ("light", "args", "kwargs"),
+    [({}, (True,), {}), ({}, (), {"heavy": True}), ({"task": Task.LIGHT}, (), {"task": Task.HEAVY})],
+    ids=["arg", "kwarg", "enum"],
 )
-def test_steps_of_another_flag_have_plans_of_their_own(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def test_steps_of_another_flag_have_plans_of_their_own(
+    light: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     x, budget = torch.randn(512, 64), 15_000_000
     model = Flagged()
     actckpt.apply(model, activation_budget=budget, on_infeasible="raise")
     for step in range(9):
         with counted(model, total=False) as count:
-            loss = model(x) if step < 3 else model(x, *args, **kwargs)
+            loss = model(x, **light) if step < 3 else model(x, *args, **kwargs)
             loss.backward()
         assert count.peak_bytes <= budget
     with counted(model, total=False) as count:
-        model(x).backward()
+        model(x, **light).backward()
     assert count.peak_bytes < 10_000_000
 
 

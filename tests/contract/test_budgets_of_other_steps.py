@@ -6,13 +6,16 @@ import gc
 import types
 import warnings
 import weakref
+from functools import partial
 from typing import Any
 
 import on_device
 import pytest
 import torch
-from oracle import assert_equal, gradients
-from peaks import apply_budget, plan_of
+from budget_programs import Net
+from oracle import assert_equal
+from peaks import Twins, apply_budget
+from residual_mlp import mlps
 from torch import Tensor, nn
 
 import actckpt
@@ -22,56 +25,52 @@ from actckpt.errors import BlocksError
 class Model(nn.Module):
     """Trains as it is told, and returns what it is told."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str = "loss") -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.kind = kind
+        self.kind, self.last = kind, nn.Identity()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
-        loss = x.square().mean()
+        loss = self.last(x.square().mean())
         if self.kind == "own backward":
             loss.backward()
             return loss.detach()
         return types.SimpleNamespace(loss=loss) if self.kind == "object" else loss
 
-    def step(self) -> list[Tensor]:
-        self.zero_grad()
-        torch.manual_seed(1)
-        found = self(torch.ones(8, 16))
-        if self.kind != "own backward":
-            (found.loss if self.kind == "object" else found).backward()
-        return [parameter.grad.clone() for parameter in self.parameters()]
+
+def _step(model: Any) -> None:
+    found = model(torch.ones(8, 16))
+    if model.kind != "own backward":
+        (found.loss if model.kind == "object" else found).backward()
+
+
+def _together(model: Any) -> None:
+    for loss in [model(torch.ones(8, 16)) for _ in range(2)]:
+        loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["own backward", "object"])
 def test_a_model_whose_step_has_no_end_that_can_be_seen_is_told_once_and_blocks_are_profiled_once(kind: str) -> None:
-    expected = Model(kind).step()
-    model = Model(kind)
-    actckpt.apply(model, activation_budget="50%")
+    twins: Any = Twins(partial(Model, kind), "50%", on_infeasible="warn")
     with pytest.warns(UserWarning, match="no plan for the budget is made for a Model whose blocks ran") as told:
-        for _ in range(3):
-            assert_equal(model.step(), expected)
+        twins.step(_step, 3)
     assert len(told) == 1
-    assert actckpt.report(model).plan is None
+    assert actckpt.report(twins.model).plan is None
     calls: list[object] = []
-    model.blocks[1][1].register_forward_hook(lambda *_: calls.append(1))
-    model.step()
+    twins.model.blocks[1][1].register_forward_hook(lambda *_: calls.append(1))
+    twins.step(_step)
     assert len(calls) <= 2  # the forward, and its rerun: no profile
 
 
 def test_a_step_whose_end_is_seen_has_a_plan_also_after_one_whose_end_is_not() -> None:
-    model = Model("object")
-    actckpt.apply(model, activation_budget="90%")
+    twins: Any = Twins(partial(Model, "object"), "90%", race=True)
     with pytest.warns(UserWarning, match="until it returns one"):
-        model(torch.ones(8, 16))  # a prediction, with gradients on
-    model.kind = "loss"
-    expected = Model("loss").step()
-    for _ in range(4):
-        assert_equal(model.step(), expected)
-    assert actckpt.report(model).plan is not None
+        twins.model(torch.ones(8, 16))  # a prediction, with gradients on
+    twins.model.kind = twins.plain.kind = "loss"
+    twins.step(_step, 4)
+    assert twins.plan is not None
 
 
 def test_a_forward_that_ends_before_it_began_does_not_count() -> None:
@@ -81,56 +80,55 @@ def test_a_forward_that_ends_before_it_began_does_not_count() -> None:
         if args[0].shape[0] == 7:
             raise ValueError("seven rows")
 
-    model, plain, other = Model("loss"), Model("loss"), Model("loss")
-    model.register_forward_pre_hook(refuse)
-    for each in (model, other):
-        actckpt.apply(each, activation_budget="90%", race=False)
-        for _ in range(3):
-            each.step()
+    twins, other = Twins(Model), Twins(Model)
+    twins.model.register_forward_pre_hook(refuse)
+    for each in (twins, other):
+        apply_budget(each.model, "90%")
+        each.step(_step, 3)
     for _ in range(2):
         with pytest.raises(ValueError, match="seven rows"):
-            model(torch.ones(7, 16))
+            twins.model(torch.ones(7, 16))
         with pytest.raises(BlocksError):
-            actckpt.checkpoint(model, torch.ones(8, 16))
-        for each in (model, plain, other):
-            each.zero_grad()
-            torch.manual_seed(1)
-            for loss in [each(torch.ones(8, 16)) for _ in range(2)]:
-                loss.backward()
-        assert_equal(gradients(model), gradients(plain))
-    assert_equal(model.step(), plain.step())
-    other.step()
-    assert plan_of(model).budget_bytes == plan_of(other).budget_bytes
+            actckpt.checkpoint(twins.model, torch.ones(8, 16))
+        for each in (twins, other):
+            each.step(_together)
+    for each in (twins, other):
+        each.step(_step)
+    assert twins.plan.budget_bytes == other.plan.budget_bytes
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["blocks.0", "blocks.2.1", "last"])
 @pytest.mark.parametrize("num_steps", [0, 1, 4])
-def test_a_forward_that_is_interrupted_is_alive_no_more(num_steps: int) -> None:
-    """Interrupts are no exceptions that hooks hear of; a notebook goes on after them."""
+def test_a_forward_that_raises_is_alive_no_more_and_leaves_no_mode(
+    num_steps: int, where: str, error: type[BaseException]
+) -> None:
+    """Hooks do not hear of interrupts, after which a notebook goes on: modes end with the next forward."""
 
-    class Interrupted(Model):
-        is_interrupted = False
+    def fail(*_: object) -> None:
+        raise error
 
-        def forward(self, x: Tensor) -> Any:
-            found = super().forward(x)
-            if self.is_interrupted:
-                raise KeyboardInterrupt
-            return found
+    def fails(x: Tensor) -> None:
+        hook = twins.model.get_submodule(where).register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            twins.model(x)
+        hook.remove()
 
-    model, other, plain = Interrupted("loss"), Model("loss"), Model("loss")
-    for each in (model, other):
-        apply_budget(each, "90%", blocks="blocks.*")
+    def has_mode() -> bool:
+        return torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+
+    twins, other = (Twins(Model, "90%", blocks="blocks.*") for _ in range(2))
     for _ in range(num_steps):
-        model.step()
-    for model.is_interrupted in (True, True, True, False, False):
-        if model.is_interrupted:
-            with pytest.raises(KeyboardInterrupt):
-                model.step()
-        else:
-            assert_equal(model.step(), plain.step())
-    model.step()
+        twins.step(_step)
     for _ in range(3):
-        other.step()
-    assert plan_of(model).budget_bytes == plan_of(other).budget_bytes
+        fails(torch.ones(8, 16))
+        assert error is KeyboardInterrupt or not has_mode()
+    twins.step(_step, 3)
+    other.step(_step, 3)
+    assert twins.plan.budget_bytes == other.plan.budget_bytes, "it counts as one that is alive"
+    fails(torch.ones(4, 16))
+    actckpt.remove(twins.model)
+    assert not has_mode()
 
 
 @pytest.mark.parametrize("other_rows", [4, 8])
@@ -140,20 +138,17 @@ def test_a_model_that_calls_itself_trains_like_plain(other_rows: int) -> None:
             loss = super().forward(x)
             return loss + self(x[:other_rows] * 2, False) if inner else loss
 
-    model, plain = Recursive("loss"), Recursive("loss")
-    actckpt.apply(model, blocks="blocks.*", activation_budget="90%", race=False)
-    for _ in range(5):
-        assert_equal(model.step(), plain.step())
+    Twins(Recursive, "90%", blocks="blocks.*", on_infeasible="warn").step(_step, 5)
 
 
 def test_some_blocks_of_a_plan_cannot_be_removed_alone() -> None:
-    model = Model("loss")
+    model = Model()
     names = actckpt.apply(model, activation_budget="90%")
     part = model.get_submodule(names[0])
     with pytest.raises(BlocksError, match=r"remove: this \w+ is a part of a Model with a budget, whose plan is"):
         actckpt.remove(part)
     for _ in range(3):  # gradients exist from the second one on
-        model(torch.ones(8, 16)).backward()
+        _step(model)
     assert actckpt.report(model).plan is not None
     del model.blocks[-1]  # what is no part of the model any more is not waited for
     assert actckpt.remove(model) == names[:-1]
@@ -162,57 +157,53 @@ def test_some_blocks_of_a_plan_cannot_be_removed_alone() -> None:
 @pytest.mark.parametrize("budget", ["activation_budget", "budget"])
 def test_parameters_that_a_step_computes_have_gradients_without_warnings(budget: str) -> None:
     """As in training through an update: during the forward, the parameters of the model are no leaves."""
-    plain, model = Model("loss"), Model("loss")
-    actckpt.apply(model, **{budget: "1GiB"}, race=False)
-    x = torch.ones(8, 16)
-    for number in range(4):
-        found = []
-        for trained in (plain, model):
-            torch.manual_seed(number)
-            updated = {name: parameter * 0.9 for name, parameter in trained.named_parameters()}
-            loss = torch.func.functional_call(trained, updated, (x,))
-            found.append(torch.autograd.grad(loss, list(trained.parameters())))
-        assert_equal(list(found[1]), list(found[0]))
-    assert actckpt.report(model).plan is not None
+    twins = Twins(Model)
+    actckpt.apply(twins.model, **{budget: "1GiB"}, race=False)
+
+    def step(model: nn.Module) -> None:
+        updated = {name: parameter * 0.9 for name, parameter in model.named_parameters()}
+        torch.func.functional_call(model, updated, (torch.ones(8, 16),)).backward()
+
+    twins.step(step, 4)
+    assert twins.plan is not None
 
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_casts_that_autocast_releases_inside_of_a_block_stop_no_plan(clears: bool) -> None:
-    plain, model = Model("loss"), Model("loss")
-    actckpt.apply(model, activation_budget="100%", race=False)
+    twins: Any = Twins(Model, "100%")
     if clears:
-        model.blocks[1].register_forward_hook(lambda *_: torch.clear_autocast_cache())
+        twins.model.blocks[1].register_forward_hook(lambda *_: torch.clear_autocast_cache())
     torch.set_autocast_enabled(on_device.device_type, True)
     try:
         for _ in range(3):
-            assert_equal(model.step(), plain.step())
+            twins.step(_step)
             torch.clear_autocast_cache()
     finally:
         torch.set_autocast_enabled(on_device.device_type, False)
-    assert actckpt.report(model).plan is not None
+    assert twins.plan is not None
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_a_forward_inside_of_a_transform_is_no_step(at: int) -> None:
-    plain, model = Model("loss"), Model("loss")
-    actckpt.apply(model, activation_budget="75%", race=False)
+    twins = Twins(Model, "75%", on_infeasible="warn")
     x, tangent = torch.randn(2, 4, 16)
     for number in range(4):
         if number == at:
-            torch.manual_seed(2)
-            expected = torch.func.jvp(plain, (x,), (tangent,))
-            torch.manual_seed(2)
-            assert_equal(list(torch.func.jvp(model, (x,), (tangent,))), list(expected))
-        assert_equal(model.step(), plain.step())
-    assert actckpt.report(model).plan is not None
+            found = []
+            for model in (twins.plain, twins.model):
+                torch.manual_seed(2)
+                found.append(list(torch.func.jvp(model, (x,), (tangent,))))
+            assert_equal(*found)
+        twins.step(_step)
+    assert twins.plan is not None
 
 
 _MOST_DROPPED = 16
 
 
 def _model(budget: str = "60%") -> nn.Sequential:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+    model = mlps(3, 8)
     actckpt.apply(model, activation_budget=budget, race=False)
     return model
 
@@ -283,39 +274,20 @@ def test_forwards_are_not_held_for_it() -> None:
     assert gone() is None
 
 
-class _Backbone(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
-        self.head = nn.Linear(8, 2)
-        self.is_trained = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.set_grad_enabled(self.is_trained):
-            x = self.blocks(x)
-        result: Tensor = self.head(x)
-        return result
+def _with_frozen_backbone(net: Any, x: Tensor) -> Tensor:
+    with torch.set_grad_enabled(net.is_trained):
+        for block in net.blocks:
+            x = block(x)
+    result: Tensor = net.head(x)
+    return result
 
 
-def test_blocks_that_run_with_gradients_later_get_a_plan() -> None:
+@pytest.mark.parametrize("trained", [[False] * 3 + [True] * 3, [False, True] * 4], ids=["later", "often"])
+def test_blocks_that_run_with_gradients_later_or_in_every_other_step_get_a_plan(trained: list[bool]) -> None:
     """A backbone that is frozen at first: nothing can be measured, which a warning says."""
-    model = _Backbone()
+    model: Any = Net(_with_frozen_backbone, mlps(3, 8), head=nn.Linear(8, 2))
     actckpt.apply(model, blocks="blocks.*", activation_budget="100%", race=False)
     with pytest.warns(UserWarning, match="stay checkpointed until one runs with gradients") as found:
-        for _ in range(3):
+        for model.is_trained in trained:
             model(_x()).sum().backward()
-    assert len(found) == 1 and actckpt.report(model).plan is None
-    model.is_trained = True
-    for _ in range(3):  # the first one shows that blocks run, the second one is measured
-        model(_x()).sum().backward()
-    assert actckpt.report(model).plan is not None
-
-
-def test_blocks_that_run_with_gradients_in_every_other_step_get_a_plan() -> None:
-    model = _Backbone()
-    actckpt.apply(model, blocks="blocks.*", activation_budget="100%", race=False)
-    with pytest.warns(UserWarning, match="no plan"):
-        for step in range(8):
-            model.is_trained = bool(step % 2)
-            model(_x()).sum().backward()
-    assert actckpt.report(model).plan is not None
+    assert len(found) == 1 and actckpt.report(model).plan is not None

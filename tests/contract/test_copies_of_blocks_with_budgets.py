@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from oracle import assert_equal
-from peaks import apply_budget, measured, smallest_budget
-from residual_mlp import Mlp
+from peaks import Step, Twins, smallest_budget
+from residual_mlp import mlps
 from test_budgets import Training
-from torch import Tensor, nn
+from torch import nn
 
 import actckpt
 
@@ -28,7 +29,7 @@ def test_a_copy_of_one_block_takes_nothing_of_the_model_along(num_steps: int) ->
     own_bytes = sum(parameter.nbytes for parameter in block.parameters())
     whole_bytes = sum(parameter.nbytes for parameter in training.model.parameters())
     assert len(pickle.dumps(block)) < 2 * own_bytes + 20_000 < whole_bytes
-    x = torch.randn(4, 32, 32)
+    x = torch.randn(32, 32, 32)  # of a larger size than the model was given
     for copied in (copy.deepcopy(block).eval(), pickle.loads(pickle.dumps(block)).eval()):
         copied.zero_grad()
         copied(x).sum().backward()
@@ -106,30 +107,24 @@ def test_a_loaded_model_reports_the_policy_that_it_was_given(policy: Any) -> Non
     assert not found.blocks_ran and "no block has run yet" in found.note
 
 
-def _micro_batches(model: nn.Module) -> tuple[list[Tensor], int]:
-    """Run two micro-batches in one autocast, in which gradients of cast weights wait; return gradients and peak."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(64, 64, generator=generator) for _ in range(2)]
+def _micro_batches() -> Step:
+    """Two micro-batches in one autocast, in which gradients of cast weights wait."""
+    inputs = [torch.randn(64, 64) for _ in range(2)]
 
-    def run() -> None:
+    def step(model: nn.Module) -> None:
         with torch.autocast("cpu", torch.bfloat16):
             for x in inputs:
                 model(x).float().square().mean().backward()
 
-    return measured(model, run)
+    return step
 
 
 def test_a_copy_of_a_model_meets_the_smallest_budget_of_the_model() -> None:
-    plain = nn.Sequential(*(Mlp(64) for _ in range(6)))
-    expected, plain_bytes = _micro_batches(plain)
-    model = copy.deepcopy(plain)
-    apply_budget(model, 1000)
-    smallest = smallest_budget(lambda: [_micro_batches(model) for _ in range(2)])
-    assert smallest < 1.05 * plain_bytes
-    model = copy.deepcopy(plain)
-    apply_budget(model, smallest)
-    for number in range(4):
-        gradients, peak = _micro_batches(model)
-        assert_equal(gradients, expected)
-        model = copy.deepcopy(model) if number == 0 else model
-    assert peak <= smallest
+    make, step = partial(mlps, 6, 64), _micro_batches()
+    twins = Twins(make, 1000)
+    smallest = smallest_budget(lambda: twins.step(step, 2))
+    assert smallest < 1.05 * twins.plain_peak
+    twins = Twins(make, smallest)
+    twins.step(step)
+    twins.model = copy.deepcopy(twins.model)
+    assert twins.step(step, 3) <= smallest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from budget_programs import BESIDE, beside
-from oracle import assert_equal
-from peaks import measured
+from peaks import Step, Twins, measured
+from residual_mlp import Mlp
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -21,31 +22,16 @@ import actckpt
 from actckpt import Action
 
 
-class Block(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, width), nn.Linear(width, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Other(Block):
+class Other(Mlp):
     pass
 
 
-class Unlike(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.up(x))
+def _model(num: int = 4, block: Callable[[int], nn.Module] = Mlp) -> Any:
+    return nn.Sequential(*(block(16) for _ in range(num)))
 
 
-def _model(num: int = 4, block: type[nn.Module] = Block) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(block() for _ in range(num)))
+def _unlike(dim: int) -> nn.Module:
+    return nn.Sequential(OrderedDict(up=nn.Linear(dim, 2 * dim), down=nn.Linear(2 * dim, dim)))
 
 
 @cache
@@ -54,9 +40,13 @@ def _plan() -> actckpt.Plan:
     return actckpt.plan(lambda: model(x).sum().backward(), model=model, activation_budget="75%", race=False)
 
 
-def _frozen() -> nn.Module:
-    model = _model()
+def _frozen(model: Any) -> Any:
     model[1].up.weight.requires_grad_(False)
+    return model
+
+
+def _narrow(model: Any) -> Any:
+    model[3].up, model[3].down = nn.Linear(16, 8), nn.Linear(8, 16)
     return model
 
 
@@ -65,13 +55,10 @@ def _frozen() -> nn.Module:
     [
         (lambda: _model(2), r"one of another model: 2 of its 4 blocks are not in Sequential, the first is '2'"),
         (lambda: _model(6), r"another Sequential: 8 of 24 parameters are not in that one, the first is '4.up.weight'"),
-        (lambda: _model(block=Unlike), r"another Sequential: block '0' is a Unlike here, and was a Block"),
-        (
-            lambda: nn.Sequential(*_model(3), Block(8)),
-            r"'3.up.weight' has the shape \(8, 16\) here, and had \(16, 16\)",
-        ),
+        (lambda: _model(block=_unlike), r"another Sequential: block '0' is a Sequential here, and was a Mlp"),
+        (lambda: _narrow(_model()), r"'3.up.weight' has the shape \(8, 16\) here, and had \(32, 16\)"),
         (lambda: _model().double(), r"'0.up.weight' is of float64 here, and was of float32"),
-        (_frozen, r"parameter '1.up.weight' is frozen here, and was not"),
+        (lambda: _frozen(_model()), r"parameter '1.up.weight' is frozen here, and was not"),
     ],
 )
 def test_another_model_is_refused(other, message: str) -> None:
@@ -140,30 +127,28 @@ def test_a_larger_batch_is_told_also_where_the_program_holds_what_the_first_bloc
 _WIDTH, _NUM_BLOCKS = 32, 5
 
 
-def _made(kind: str) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    return beside(kind), torch.randn(64, _WIDTH)
+def _step(x: Tensor) -> Step:
+    return lambda model: model(x).backward()
 
 
-def _step(model: nn.Module, x: Tensor) -> tuple[list[Tensor], int]:
-    return measured(model, lambda: model(x).backward())
+def _planned(twins: Twins, x: Tensor, share: str, **options: Any) -> actckpt.Plan:
+    """Make a plan of a step, and apply it."""
+    run = lambda: measured(twins.model, lambda: twins.model(x).backward())  # noqa: E731
+    plan = actckpt.plan(run, model=twins.model, blocks="**.blocks.*", activation_budget=share, race=False, **options)
+    actckpt.apply(twins.model, policy=plan)
+    return plan
 
 
 @pytest.mark.usefixtures("small_tensors_on_disk")
 @pytest.mark.parametrize("kind", BESIDE)
 @pytest.mark.parametrize("others", ["keep", "recompute"])
 def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: str) -> None:
-    model, x = _made(kind)
-    expected, _ = _step(model, x)
+    twins, x = Twins(lambda: beside(kind)), torch.randn(64, _WIDTH)
     pins: dict[Any, str] = {(1 + block, "x0"): "offload" for block in range(_NUM_BLOCKS - 1)}
-    pins |= {"::aten.mul.Tensor#0.0": others}
-    plan = actckpt.plan(
-        lambda: _step(model, x), model=model, blocks="blocks.*", activation_budget="95%", pins=pins, race=False
-    )
-    actckpt.apply(model, policy=plan)
-    for _ in range(2):
-        actckpt.reset_stats()
-        assert_equal(_step(model, x)[0], expected)
+    plan = _planned(twins, x, "95%", pins=pins | {"::aten.mul.Tensor#0.0": others})
+    twins.step(_step(x))
+    actckpt.reset_stats()
+    twins.step(_step(x))
     stack = zip(plan.costs.blocks, plan.actions, strict=True)
     planned = sum(v.nbytes for block, actions in stack for v in block.values if actions[v.name] is Action.OFFLOAD)
     assert actckpt.stats().offloaded_bytes == planned >= (_NUM_BLOCKS - 1) * 64 * _WIDTH * 4
@@ -171,20 +156,16 @@ def test_they_stay_where_the_inputs_of_blocks_are_offloaded(kind: str, others: s
 
 @pytest.mark.parametrize("kind", ["mask", "handed on"])
 def test_a_plan_says_where_it_is_given_more_than_it_was_made_for(kind: str) -> None:
-    model, x = _made(kind)
-    plan = actckpt.plan(lambda: _step(model, x), model=model, blocks="blocks.*", activation_budget="60%", race=False)
-    actckpt.apply(model, policy=plan)
+    twins, x = Twins(lambda: beside(kind)), torch.randn(64, _WIDTH)
+    plan = _planned(twins, x, "60%")
     for rows in (64, 32):  # without a warning
-        assert _step(model, x[:rows].clone())[1] <= plan.budget_bytes
+        assert twins.step(_step(x[:rows].clone())) <= plan.budget_bytes
     larger = torch.cat([x, x])
     with torch.no_grad():  # which the budget does not hold for
-        model(larger)
+        twins.model(larger)
     with pytest.warns(UserWarning, match=r"'blocks.0' is given 16.00 KiB .* made for 8.00 KiB: .* largest batch"):
-        gradients, peak = _step(model, larger)
-    assert peak > plan.budget_bytes
-    assert_equal(_step(model, larger)[0], gradients)  # it warns once
-    actckpt.remove(model)
-    assert_equal(_step(model, larger)[0], gradients)
+        assert twins.step(_step(larger)) > plan.budget_bytes
+    twins.step(_step(larger))  # it warns once
 
 
 class Pyramid(nn.Module):
@@ -199,10 +180,8 @@ class Pyramid(nn.Module):
 
 
 def test_a_plan_is_made_for_the_call_of_a_block_that_is_given_most() -> None:
-    model, x = Pyramid(), torch.randn(64, _WIDTH)
-    step = lambda: _step(model, x)  # noqa: E731
-    plan = actckpt.plan(step, model=model, blocks="net.blocks.*", activation_budget="80%", race=False)
-    actckpt.apply(model, policy=plan)
-    step()
+    twins, x = Twins(Pyramid), torch.randn(64, _WIDTH)
+    _planned(twins, x, "80%")
+    twins.step(_step(x))
     with pytest.warns(UserWarning, match=r"'net.blocks.0' is given 16.00 KiB .* made for 8.00 KiB"):
-        _step(model, torch.cat([x, x]))
+        twins.step(_step(torch.cat([x, x])))
