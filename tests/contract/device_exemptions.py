@@ -62,7 +62,7 @@ EXEMPT: dict[str, str] = {
             "contract/test_budgets_on_disk.py::test_without_a_folder_or_room_nothing_goes_to_disk",
             "contract/test_budgets_on_disk.py::test_with_a_folder_plans_know_how_fast_it_is",
             "contract/test_measuring_tools.py::"
-            "test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_recomputed",
+            "test_the_first_step_under_a_budget_counts_as_one_in_which_everything_is_recomputed[no_store]",
         ),
         _NO_STORE,
     ),

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import on_device
 import pytest
 import torch
-from oracle import assert_equal
+from on_device import random_states
+from oracle import assert_equal, gradients
+from residual_mlp import Mlp, mlps
 from torch import Tensor, nn
 
 import actckpt
 
 
 def _model() -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3)))
+    return mlps(3, 16)
 
 
 def _x() -> Tensor:
     return torch.linspace(-1, 1, 4 * 16).view(4, 16)
 
 
-_CALLS: dict[str, Callable[[nn.Module, Any], object]] = {
-    "plan": lambda model, step: actckpt.plan(step, model=model, activation_budget="100%", race=False),
-    "compare": lambda model, step: actckpt.compare(step, model=model, policies={}, rounds=1),
-    "estimate": lambda model, step: actckpt.estimate(step, model=model, policies={}),
-}
+def _plan(model: nn.Module, step: Any, **options: Any) -> object:
+    return actckpt.plan(step, model=model, **{"activation_budget": "100%", "race": False, **options})
+
+
+def _compare(model: nn.Module, step: Any, **options: Any) -> Any:
+    return actckpt.compare(step, model=model, rounds=1, **{"policies": {}, **options})
+
+
+def _estimate(model: nn.Module, step: Any, **options: Any) -> Any:
+    return actckpt.estimate(step, model=model, **{"policies": {}, "target": "h100", **options})
+
+
+def _apply(model: nn.Module, step: Any, **options: Any) -> object:
+    return actckpt.apply(model, budget="1GiB", **options)
+
+
+_CALLS: dict[str, Callable[..., Any]] = {"plan": _plan, "compare": _compare, "estimate": _estimate}
 
 
 @pytest.fixture(params=_CALLS)
@@ -111,7 +129,7 @@ def test_what_a_step_returns_is_no_reason_where_it_ran_backward() -> None:
         return loss
 
     with pytest.raises(actckpt.errors.BlocksError, match="ran 2 times in the step") as raised:
-        actckpt.plan(step, model=model, activation_budget="100%", race=False)
+        _plan(model, step)
     assert "It returned" not in str(raised.value)
 
 
@@ -127,7 +145,7 @@ def test_a_step_that_runs_without_gradients_is_told_so(off: Any) -> None:
         r"^plan: 3 of 3 blocks ran without gradients in the step \(torch\.no_grad.*\): 0-2\. Pass a step that trains"
     )
     with pytest.raises(actckpt.errors.BlocksError, match=message):
-        actckpt.plan(step, model=model, activation_budget="100%", race=False)
+        _plan(model, step)
 
 
 class _Skips(nn.Module):
@@ -136,9 +154,7 @@ class _Skips(nn.Module):
         self.layers = nn.ModuleList(_model())
 
     def forward(self, x: Tensor) -> Tensor:
-        for part in self.layers[0]:  # type: ignore[attr-defined]
-            x = part(x)
-        return self.layers[2](x)
+        return self.layers[2](self.layers[0].down(self.layers[0].up(x)))  # type: ignore[operator, union-attr]
 
 
 @pytest.mark.parametrize(
@@ -168,46 +184,38 @@ def test_rounds_are_a_whole_number(rounds: Any) -> None:
         actckpt.compare(lambda: None, model=_model(), rounds=rounds)
 
 
-class Training:
-    """A model with one optimizer for matrices and one for the rest, and a step that runs both."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        block = lambda: nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))  # noqa: E731
-        self.model = nn.Sequential(*(block() for _ in range(4)))
-        self.x = torch.randn(8, 16)
-        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
-        self.optimizers = [torch.optim.SGD(matrices, 0.01, momentum=0.9), torch.optim.AdamW(others)]
-
-    def step(self) -> None:
-        self.model.zero_grad()
-        self.model(self.x).square().sum().backward()
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def state(self) -> list[Tensor]:
-        found = [parameter.detach().clone() for parameter in self.model.parameters()]
-        for optimizer in self.optimizers:
-            for state in optimizer.state.values():
-                found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
-        return found
+@pytest.mark.parametrize("measure", [_compare, _estimate])
+def test_a_budget_that_nothing_fits_into_is_an_error_with_one_that_does(measure: Callable[..., Any]) -> None:
+    model, x = mlps(6, 64), torch.randn(256, 64)
+    step = lambda: model(x).square().mean().backward()  # noqa: E731
+    where = rf"^{measure.__name__.strip('_')}: policies\['tiny'\]: No plan "
+    with pytest.raises(actckpt.errors.PlanInfeasibleError, match=where) as raised:
+        measure(model, step, policies={"tiny": {"activation_budget": "1%"}})
+    least = raised.value.smallest_bytes
+    assert least is not None and str(round(least)) in str(raised.value)
+    found = measure(model, step, policies={"least": {"activation_budget": least}})
+    assert found["least"].peak_bytes <= least < found["none"].peak_bytes
 
 
-def _plan(training: Training, optimizer: Any) -> object:
-    return actckpt.plan(training.step, model=training.model, optimizer=optimizer, activation_budget="60%", race=False)
+def test_a_model_that_is_checkpointed_already_is_refused_and_stays_so(who: str) -> None:
+    model = _model()
+    names = actckpt.apply(model, blocks="1")
+    with pytest.raises(actckpt.errors.BlocksError, match=r"checkpointed already"):
+        _CALLS[who](model, lambda: model(_x()).sum().backward())
+    assert actckpt.remove(model) == names
 
 
-def _compare(training: Training, optimizer: Any) -> object:
-    return actckpt.compare(training.step, model=training.model, optimizer=optimizer, rounds=1)
+class Noisy(Mlp):
+    """Draws from the default generator and one of its own, and moves buffers."""
 
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.norm, self.drop = nn.BatchNorm1d(dim), nn.Dropout(0.1)
+        self.generators = [torch.Generator().manual_seed(1)]
 
-def _estimate(training: Training, optimizer: Any) -> object:
-    return actckpt.estimate(training.step, model=training.model, optimizer=optimizer, target="h100")
-
-
-def _apply(training: Training, optimizer: Any) -> object:
-    return actckpt.apply(training.model, budget="1GiB", optimizer=optimizer)
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.generators[0])
+        return super().forward(self.drop(self.norm(x))) * noise
 
 
 class Wrapper:
@@ -220,26 +228,79 @@ class Wrapper:
     state = property(lambda self: self.optimizer.state)
 
 
-@pytest.mark.parametrize(
-    ("measure", "is_wrapped"), [(_plan, False), (_compare, False), (_estimate, False), (_plan, True), (_compare, True)]
-)
-def test_the_state_of_several_optimizers_stays(measure: Callable[[Training, Any], object], is_wrapped: bool) -> None:
-    training = Training()
-    if is_wrapped:
+class Training:
+    """A model with one optimizer for matrices and one for the rest, and a step that runs both."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(*(Noisy(16) for _ in range(4)))
+        self.x = torch.randn(8, 16)
+        matrices = [parameter for parameter in self.model.parameters() if parameter.dim() == 2]
+        others = [parameter for parameter in self.model.parameters() if parameter.dim() != 2]
+        self.optimizers: list[Any] = [torch.optim.SGD(matrices, 0.01, momentum=0.9), torch.optim.AdamW(others)]
+
+    def step(self) -> None:
+        random.random(), numpy.random.rand()
+        self.model.zero_grad()
+        self.model(self.x).square().sum().backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def measured(self, measure: Callable[..., Any], optimizer: Any, **options: Any) -> Any:
+        """Measure the step, under a budget where there is one."""
+        options |= {"activation_budget": "60%"} if measure is _plan else {}
+        return measure(self.model, options.pop("step", self.step), optimizer=optimizer, **options)
+
+    def state(self) -> list[Any]:
+        """What a step may change, as copies."""
+        tensors = [*self.model.parameters(), *self.model.buffers(), *gradients(self.model)]
+        states = [getattr(each, "optimizer", each).state_dict() for each in self.optimizers]
+        drawn = [block.generators[0].get_state() for block in self.model]
+        libraries = random.getstate(), [str(part) for part in numpy.random.get_state()]
+        return copy.deepcopy([[*map(_value, tensors)], states, drawn, random_states(), libraries])
+
+
+def _value(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("fails_at", [0, 1, 4])
+def test_everything_stays_as_it_was_also_after_a_step_that_raises(
+    who: str, fails_at: int, has_gradients: bool, is_wrapped: bool
+) -> None:
+    training, calls = Training(), []
+    if is_wrapped and who != "estimate":
         training.optimizers = [Wrapper(each) for each in training.optimizers]
     training.step()
-    before = training.state()
-    measure(training, training.optimizers)
+    if not has_gradients:
+        training.model.zero_grad()
+    before, objects = training.state(), gradients(training.model)
+
+    def step() -> None:
+        training.step()
+        calls.append(None)
+        if len(calls) == fails_at:
+            raise OSError("no more data")
+
+    options: dict[str, Any] = {"race": fails_at > 0} if who == "plan" else {"policies": None}
+    with pytest.raises(OSError, match="no more data") if fails_at else contextlib.nullcontext():
+        found = training.measured(_CALLS[who], training.optimizers, step=step, **options)
+        assert "DIFFER" not in str(found)
     assert_equal(training.state(), before)
+    assert all(now is then for now, then in zip(gradients(training.model), objects, strict=True))
+    with pytest.raises(actckpt.errors.BlocksError, match="none of"):
+        actckpt.remove(training.model)
 
 
 @pytest.mark.parametrize("measure", [_plan, _compare, _estimate])
-def test_one_of_several_that_was_left_out_is_named(measure: Callable[[Training, Any], object]) -> None:
+def test_one_of_several_that_was_left_out_is_named(measure: Callable[..., Any]) -> None:
     training = Training()
     training.step()
     before = training.state()
     with pytest.raises(ValueError, match=r"an optimizer .*AdamW.* that was not given|not given \(AdamW\)"):
-        measure(training, training.optimizers[0])
+        training.measured(measure, training.optimizers[0])
     assert_equal(training.state(), before)
 
 
@@ -253,11 +314,11 @@ def test_one_of_several_that_was_left_out_is_named(measure: Callable[[Training, 
     ],
 )
 def test_what_is_no_optimizer_is_refused(
-    measure: Callable[[Training, Any], object], optimizer: Callable[[Training], Any], error: type, message: str
+    measure: Callable[..., Any], optimizer: Callable[[Training], Any], error: type, message: str
 ) -> None:
     training = Training()
     with pytest.raises(error, match=message):
-        measure(training, optimizer(training))
+        training.measured(measure, optimizer(training))
 
 
 def test_budgets_count_the_state_of_all_optimizers() -> None:
@@ -288,31 +349,29 @@ def test_an_update_without_an_optimizer_is_named() -> None:
                 parameter -= 0.01 * parameter.grad
 
     before = training.state()
-    with pytest.raises(ValueError, match=r"plan: the step changed '0.0.weight', and no optimizer was given"):
-        actckpt.plan(step, model=training.model, activation_budget="60%", race=False)
+    with pytest.raises(ValueError, match=r"plan: the step changed '0.up.weight', and no optimizer was given"):
+        _plan(training.model, step)
     assert_equal(training.state(), before)
 
 
 @pytest.mark.parametrize("measure", [_plan, _compare, _apply])
-def test_an_optimizer_that_trains_nothing_of_the_model_is_told(measure: Callable[[Training, Any], object]) -> None:
+def test_an_optimizer_that_trains_nothing_of_the_model_is_told(measure: Callable[..., Any]) -> None:
     """As one of master copies, which is right, or one of another model, which is not."""
     training = Training()
     copies = [parameter.detach().clone().requires_grad_() for parameter in training.model.parameters()]
     training.optimizers = []
     with pytest.warns(UserWarning, match="optimizer SGD trains no parameter of this Sequential"):
-        measure(training, torch.optim.SGD(copies, 0.1))
+        training.measured(measure, torch.optim.SGD(copies, 0.1))
 
 
 @pytest.mark.parametrize("given", [slice(0, 1), slice(0, 2)])
 @pytest.mark.parametrize("measure", [_plan, _compare])
-def test_a_step_may_run_the_optimizer_of_another_model(
-    measure: Callable[[Training, Any], object], given: slice
-) -> None:
+def test_a_step_may_run_the_optimizer_of_another_model(measure: Callable[..., Any], given: slice) -> None:
     """As that of a discriminator, given or not."""
     training = Training()
     other = nn.Linear(16, 1)
     training.optimizers = [torch.optim.SGD(training.model.parameters(), 0.01), torch.optim.SGD(other.parameters(), 0.1)]
     before = training.state()
     other.weight.grad = torch.ones_like(other.weight)
-    measure(training, training.optimizers[given])
+    training.measured(measure, training.optimizers[given])
     assert_equal(training.state(), before)
