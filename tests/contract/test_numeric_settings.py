@@ -205,6 +205,16 @@ def _recurrent(w: Tensor) -> Tensor:
     return lstm(torch.randn(4, 2, 8) * w.sum())[0].sum() * w
 
 
+def _layers_of_other_settings(w: Tensor) -> Tensor:
+    y = _convolution(w)
+    with torch.backends.mkldnn.flags(enabled=False):
+        y = y * _convolution(w)
+    torch.set_default_dtype(torch.float64)
+    y = y * _integers(w)
+    torch.set_default_dtype(torch.float32)
+    return y
+
+
 def _pair(name: str) -> Pair:
     return RESTORED[f"torch.{name}"]
 
@@ -227,6 +237,7 @@ PROGRAMS: dict[str, tuple[Any, list[Pair]]] = {
     "convolution": (_convolution, [*_ONEDNN, _pair("backends.mkldnn.conv.fp32_precision")]),
     "reduction": (_reduction, _both_ways("set_num_threads")),
     "elements": (_ends, _both_ways("set_num_threads")),
+    "layers of other settings": (_layers_of_other_settings, [(lambda: None, lambda: None)]),
     "recurrent": (_recurrent, [_pair("backends.mkldnn.enabled"), _pair("backends.mkldnn.rnn.fp32_precision")]),
 }
 
@@ -259,30 +270,6 @@ def test_gradients_are_plain_ones_where_settings_changed_before_backward(
 
     expected = gradient(plain)
     assert_equal(gradient(_METHODS[method]), expected)
-
-
-@pytest.mark.parametrize("audit", ["first", "off"])
-def test_a_setting_for_one_layer_within_a_region_is_that_of_its_replay(audit: str) -> None:
-    actckpt.configure(audit=audit)
-
-    def program(w: Tensor) -> Tensor:
-        y = _convolution(w)
-        with torch.backends.mkldnn.flags(enabled=False):
-            y = y * _convolution(w)
-        torch.set_default_dtype(torch.float64)
-        try:
-            y = y * _integers(w)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        return y
-
-    def gradient(run: Any) -> Tensor:
-        w = torch.linspace(0.5, 1.5, 5, requires_grad=True)
-        return torch.autograd.grad(run(program, w).sum(), w)[0]
-
-    expected = gradient(plain)
-    for method in _METHODS.values():
-        assert_equal(gradient(method), expected)
 
 
 def test_two_threads_that_restore_settings_leave_them_as_they_were() -> None:

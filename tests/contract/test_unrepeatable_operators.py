@@ -114,11 +114,16 @@ class Model(nn.Module):
         return x
 
 
-def _gradients(model: nn.Module) -> list[Tensor]:
+def _losses(model: nn.Module, num: int) -> tuple[list[Tensor], list[Tensor]]:
     x = torch.arange(4.0 * _ROWS, dtype=torch.float64).reshape(_ROWS, 4).remainder(3).requires_grad_()
+    return [model(x * (i + 1)).sum() for i in range(num)], [x, *model.parameters()]
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
     model.zero_grad()
-    model(x).sum().backward()
-    return [tensor.grad for tensor in (x, *model.parameters()) if tensor.grad is not None]
+    (loss,), leaves = _losses(model, 1)
+    loss.backward()
+    return [tensor.grad for tensor in leaves if tensor.grad is not None]
 
 
 def _applied(dispatch: Callable[[Tensor], tuple[Tensor, Tensor]], **options: Any) -> Model:
@@ -176,30 +181,17 @@ def _effect(operator: str) -> Iterator[None]:
             effects._register_effectful_op(overload, None)
 
 
-def _losses(model: nn.Module, num: int) -> tuple[list[Tensor], list[Tensor]]:
-    x = torch.arange(4.0 * _ROWS, dtype=torch.float64).reshape(_ROWS, 4).remainder(3).requires_grad_()
-    model.zero_grad()
-    return [model(x * (i + 1)).sum() for i in range(num)], [x, *model.parameters()]
+@pytest.mark.parametrize("num_forwards", [1, 3])
+def test_they_are_found_where_forwards_precede_the_first_backward_and_graphs_are_read_twice(
+    operator: str, num_forwards: int
+) -> None:
+    def gradients(model: nn.Module) -> list[tuple[Tensor, ...]]:
+        losses, leaves = _losses(model, num_forwards)
+        return [torch.autograd.grad(loss, leaves, retain_graph=again) for loss in losses for again in (True, False)]
 
-
-def test_they_are_found_when_several_forwards_precede_the_first_backward(operator: str) -> None:
-    losses, leaves = _losses(Model(DISPATCHES[operator]), 3)
-    expected = [torch.autograd.grad(loss, leaves) for loss in losses]
-    losses, leaves = _losses(_applied(DISPATCHES[operator]), 3)
+    expected = gradients(Model(DISPATCHES[operator]))
     with _found(operator):
-        found = [torch.autograd.grad(loss, leaves) for loss in losses]
-    for one, other in zip(found, expected, strict=True):
-        assert_equal(one, other)
-
-
-def test_they_are_found_when_two_backwards_run_through_one_graph(operator: str) -> None:
-    (loss,), leaves = _losses(Model(DISPATCHES[operator]), 1)
-    expected = torch.autograd.grad(loss, leaves)
-    (loss,), leaves = _losses(_applied(DISPATCHES[operator]), 1)
-    with _found(operator):
-        first = torch.autograd.grad(loss, leaves, retain_graph=True)
-    assert_equal(first, expected)
-    assert_equal(torch.autograd.grad(loss, leaves), expected)
+        assert_equal(gradients(_applied(DISPATCHES[operator])), expected)
 
 
 def test_a_copy_of_the_model_finds_them_anew(operator: str) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 import textwrap
 import types
@@ -77,52 +78,28 @@ def _public_names(path: str, module: Any) -> Iterator[str]:
             yield f"{path}.{name}"
 
 
+#: Names of what tells, and sets nothing.
+_TELLS = re.compile(
+    r".*\.(is|can_use|get|all|available)_\w+|.*backends\.\w+\.version|.*_(sdp_enabled|sdp_allowed)"
+    r"|torch\.backends\.(flags_frozen|quantized\.supported_engines|xnnpack\.enabled)"
+)
+
+
 def all_public_names() -> set[str]:
+    """Return the names of all that may set something."""
     found = {f"torch.{name}" for name in dir(torch) if name.startswith(("set_", "use_"))}
     for path, module in _modules():
         found.update(_public_names(path, module))
-    return found
+    return {name for name in found if not _TELLS.fullmatch(name)}
 
 
 # How they are classed.
 
-_TELLS = "tells, and sets nothing"
 _NOT_NUMBERS = "changes no numbers"
 _NOT_OPERATORS = "what operators compute does not depend on it: "
 #: Name -> why it needs no restoring.
 IRRELEVANT: dict[str, str] = {
     "torch.set_vital": "notes a text for statistics; not in newer versions",
-    **dict.fromkeys(
-        [
-            "torch.backends.flags_frozen",
-            "torch.backends.cpu.get_cpu_capability",
-            *(f"torch.backends.cuda.can_use_{name}" for name in ("cudnn_attention", "efficient_attention")),
-            "torch.backends.cuda.can_use_flash_attention",
-            *(f"torch.backends.cuda.{name}_sdp_enabled" for name in ("cudnn", "flash", "math", "mem_efficient")),
-            "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
-            *(f"torch.backends.{name}.is_built" for name in ("cuda", "mps")),
-            "torch.backends.cuda.is_ck_sdpa_available",
-            "torch.backends.cuda.is_flash_attention_available",
-            *(f"torch.backends.cudnn.{name}" for name in ("is_acceptable", "is_available", "version")),
-            "torch.backends.cudnn.rnn.get_cudnn_mode",
-            *(f"torch.backends.cusparselt.{name}" for name in ("get_max_alg_id", "is_available", "version")),
-            *(
-                f"torch.backends.{name}.is_available"
-                for name in ("kleidiai", "mkl", "mkldnn", "mps", "nnpack", "openmp")
-            ),
-            "torch.backends.opt_einsum.is_available",
-            "torch.backends.mkldnn.is_acl_available",
-            "torch.backends.mha.get_fastpath_enabled",
-            "torch.backends.opt_einsum.get_opt_einsum",
-            *(f"torch.backends.mps.{name}" for name in ("get_core_count", "get_name", "is_macos13_or_newer")),
-            "torch.backends.mps.is_macos_or_newer",
-            *(f"torch.backends.python_native.{name}" for name in ("all_dsls", "available_dsls", "get_dsl_operations")),
-            *(f"torch.backends.python_native.{name}" for name in ("is_dsl_disabled", "is_operation_disabled")),
-            "torch.backends.quantized.supported_engines",
-            "torch.backends.xnnpack.enabled",
-        ],
-        _TELLS,
-    ),
     **dict.fromkeys(
         [
             "torch.set_anomaly_enabled",
