@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import sim
-import torch
 
 import actckpt
 from actckpt import _C, config
