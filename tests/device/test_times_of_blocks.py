@@ -85,6 +85,17 @@ def test_what_the_device_does_not_hide_is_shared_out_to_what_is_offloaded(
     assert found.offload_s == pytest.approx(expected_s)
 
 
+def test_moments_are_those_of_a_device_that_is_not_the_current_one() -> None:
+    other = torch.device("sim", 1)
+    with sim.timed(kernel_bytes_per_s=1e6):
+        x = torch.ones(1 << 18, device=other)
+        start = devices.moment(other)
+        x * 2
+        end = devices.moment(other)
+    assert torch.accelerator.current_device_index() == 0
+    assert isinstance(start, torch.Event) and devices.seconds_between(start, end) > 0.5
+
+
 def test_only_what_may_be_offloaded_takes_the_host_time_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "DEFAULT_MIN_BYTES", 0)
     monkeypatch.setattr(timing, "_PER_OFFLOADED_S", 1.0)

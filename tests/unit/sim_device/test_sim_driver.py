@@ -22,27 +22,6 @@ def source() -> torch.Tensor:
     return torch.arange(8.0, device="sim")
 
 
-def test_handle_0_is_the_default_stream_of_the_current_context(host: torch.Tensor) -> None:
-    source = torch.arange(8.0, device="sim:1")
-    with driver.current(0), driver.current(1):
-        driver.copy_out(host, source, 0)
-        assert device.num_pending(1) == 1 and device.num_pending(0) == 0
-        driver.call("cuStreamSynchronize", 0)
-    assert torch.equal(host, source.cpu())
-
-
-def test_elapsed_times_are_those_of_the_simulated_clock() -> None:
-    with driver.current(0):
-        side = driver.new_stream()
-        events = [driver.made("cuEventCreate", 0) for _ in range(2)]
-        assert driver.call("cuEventRecord", events[0], side) == 0
-        device.advance(0.25, device.stream_at(side, 0))
-        assert driver.call("cuEventRecord", events[1], side) == 0
-        elapsed = ctypes.c_float()
-        assert driver.call("cuEventElapsedTime", ctypes.byref(elapsed), *events) == 0
-    assert elapsed.value == pytest.approx(250)
-
-
 def test_capture_makes_queries_fail_but_in_relaxed_mode() -> None:
     stream = torch.Stream(device="sim")
     status = ctypes.c_int()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 IN, OUT = (5, 6), (6, 5)
 
-#: A function, and the shapes of its tensors: one of each way to reach a kernel of the CPU. Layers and optimizers of
-#: models are those of test_sim_training.py.
+#: A function, and the shapes of its tensors: one of each way to reach a kernel of the CPU.
+#: Models train in test_sim_machine.py.
 OPERATORS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "scalars": (lambda x: 2.5 * x + 1 - x / 3, (IN,)),
     "convolution": (lambda x, w, b: F.conv2d(x, w, b, padding=1, stride=2), ((2, 3, 20, 20), (8, 3, 3, 3), (8,))),
@@ -71,15 +71,3 @@ def test_tensors_of_two_devices_are_refused_but_for_scalars_and_indices() -> Non
             ours + other
     assert (ours + torch.tensor(1.0)).tolist() == [2, 2, 2]
     assert torch.ones(3, device="sim:1").copy_(ours * 2).tolist() == [2, 2, 2]
-
-
-def test_numpy_has_no_device_memory() -> None:
-    with pytest.raises(TypeError):
-        torch.ones(2, device="sim").numpy()
-
-
-def test_the_cpu_allocates_as_before() -> None:
-    torch.ones(4, device="sim") @ torch.ones(4, device="sim")
-    before = torch.sim.memory_allocated()
-    kept = [torch.ones(1000) @ torch.ones(1000, 3) for _ in range(5)]
-    assert torch.sim.memory_allocated() == before and all(value.device.type == "cpu" for value in kept)

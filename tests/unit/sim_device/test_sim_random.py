@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 import actckpt
-from actckpt._core import devices, random_state
 
 Method = Callable[..., Any]
 
@@ -50,25 +49,3 @@ def test_what_is_drawn_on_a_device_without_inputs_is_drawn_again(name: str, home
         found = _gradients(METHODS[name], x)
     expected = _gradients(lambda function, *args: function(*args), x)
     assert all(map(torch.equal, found, expected))
-
-
-class _SecondIsNew(accelerator.Simulated):
-    """The second device is used later than the first one."""
-
-    is_second_used = False
-
-    def is_used(self, index: int) -> bool:
-        return index == 0 or self.is_second_used
-
-
-def test_the_generators_of_devices_are_captured_once_they_are_in_use() -> None:
-    first, second = torch.sim.default_generators  # type: ignore[attr-defined]
-    own = _SecondIsNew()
-    undo = devices.register(own)
-    try:
-        assert random_state.generators_of_region([]) == (torch.default_generator, first)
-        assert random_state.generators_of_region([torch.device("sim:1")]) == (torch.default_generator, second, first)
-        own.is_second_used = True
-        assert random_state.generators_of_region([]) == (torch.default_generator, first, second)
-    finally:
-        undo()
