@@ -12,6 +12,7 @@ import pytest
 import torch
 from demo_training import start_peak
 from peaks import smallest_budget
+from residual_mlp import Mlp
 from torch import Tensor, nn
 
 import actckpt
@@ -20,19 +21,10 @@ import actckpt
 _SETTLING, _UNTIL_LOOK = 6, 70
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
 def _model(num_outputs: int = 8) -> nn.Module:
     gc.collect()
     torch.manual_seed(0)
-    return nn.Sequential(*(_Block() for _ in range(6)), nn.Linear(64, num_outputs)).to("sim")
+    return nn.Sequential(*(Mlp(64) for _ in range(10)), nn.Linear(64, num_outputs)).to("sim")
 
 
 def _inputs() -> Tensor:
@@ -54,7 +46,7 @@ def _peak_of_step(model: nn.Module, x: Tensor) -> int:
 def test_outputs_that_the_program_holds_until_the_next_step_do_not_count(share: float) -> None:
     model, x = _model(2048), _inputs()
     budget = int(share * _peak_of_step(model, x))
-    actckpt.apply(model, activation_budget=budget, blocks=_Block, race=False)
+    actckpt.apply(model, activation_budget=budget, blocks=Mlp, race=False)
     for is_training in (True, False):  # of the second kind, also the first cycle finds outputs
         model.train(is_training)
         for _ in range(_SETTLING):
@@ -79,7 +71,7 @@ def test_an_older_peak_hides_for_a_while_that_a_step_needs_more() -> None:
     start_peak()
     _needing_more(model, x, 0)
     budget = torch.accelerator.max_memory_allocated()
-    actckpt.apply(model, budget=budget, blocks=_Block, race=False)
+    actckpt.apply(model, budget=budget, blocks=Mlp, race=False)
     for _ in range(_SETTLING):
         _needing_more(model, x, 0)
     torch.empty(1 << 24, device="sim")
@@ -103,7 +95,7 @@ def test_two_models_in_one_step_do_not_hide_each_others_peak() -> None:
     step()
     budget = int(0.9 * torch.accelerator.max_memory_allocated())
     for model in models:
-        actckpt.apply(model, budget=budget, blocks=_Block, race=False)
+        actckpt.apply(model, budget=budget, blocks=Mlp, race=False)
     for _ in range(3 * _SETTLING):
         step()
     start_peak()
@@ -113,7 +105,7 @@ def test_two_models_in_one_step_do_not_hide_each_others_peak() -> None:
 
 def test_a_budget_that_cannot_be_met_is_not_planned_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = _model(), _inputs()
-    actckpt.apply(model, budget=1 << 20, blocks=_Block, race=False)
+    actckpt.apply(model, budget=1 << 20, blocks=Mlp, race=False)
     with pytest.warns(UserWarning, match="No plan fits"):
         for _ in range(_SETTLING):
             _needing_more(model, x, 0)
@@ -150,14 +142,14 @@ def _peak_of_checkpointing() -> int:
 
 def _checkpointed() -> nn.Module:
     model = _model()
-    actckpt.apply(model, policy=[], blocks=_Block)
+    actckpt.apply(model, policy=[], blocks=Mlp)
     return model
 
 
 def test_an_interrupted_model_that_is_dropped_reads_the_peak_no_more() -> None:
     before = _peak_of_checkpointing()
-    model = nn.Sequential(_Block(), _Calls(_interrupt), _Block()).to("sim")
-    actckpt.apply(model, activation_budget="60%", blocks=_Block)
+    model = nn.Sequential(Mlp(64), _Calls(_interrupt), Mlp(64)).to("sim")
+    actckpt.apply(model, activation_budget="60%", blocks=Mlp)
     with pytest.raises(KeyboardInterrupt):
         model(_inputs())
     del model
@@ -167,7 +159,7 @@ def test_an_interrupted_model_that_is_dropped_reads_the_peak_no_more() -> None:
 
 def test_a_model_that_is_moved_is_planned_for_its_device() -> None:
     model = _model().to("cpu")
-    actckpt.apply(model, activation_budget="60%", blocks=_Block, race=False)
+    actckpt.apply(model, activation_budget="60%", blocks=Mlp, race=False)
     for _ in range(_SETTLING):
         model(torch.ones(256, 64)).square().mean().backward()
     before = actckpt.report(model).plan
@@ -180,7 +172,7 @@ def test_a_model_that_is_moved_is_planned_for_its_device() -> None:
 
 
 def _smallest_budget(model: nn.Module) -> int:
-    actckpt.apply(model, activation_budget="1B", blocks=_Block, on_infeasible="raise")
+    actckpt.apply(model, activation_budget="1B", blocks=Mlp, on_infeasible="raise")
     model(_inputs()).square().mean().backward()
     model.zero_grad()
     return smallest_budget(lambda: model(_inputs()))
@@ -231,7 +223,7 @@ def test_audits_hold_no_memory_of_the_device(options: dict[str, object]) -> None
     held = []
     for audit in ("off", "always"):
         actckpt.configure(audit=audit)  # until the fixture of all tests puts it back
-        block, x = _Block().to("sim"), _inputs().requires_grad_()
+        block, x = Mlp(64).to("sim"), _inputs().requires_grad_()
         actckpt.checkpoint(block, x, **options).sum().backward()  # a first call allocates what stays
         gc.collect()
         before = torch.accelerator.memory_allocated()

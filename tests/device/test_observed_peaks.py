@@ -94,17 +94,6 @@ def test_a_peak_below_an_older_one_tells_nothing() -> None:
     assert training.plan is not first
 
 
-def test_what_no_plan_can_help_is_said_and_training_goes_on() -> None:
-    expected = _training().gradients()
-    budget = int(6.5 * 2**20)
-    training = _surprised(budget)
-    assert training.peak() > budget
-    with pytest.warns(UserWarning, match="No plan fits"):
-        for _ in range(_SETTLING):
-            assert_equal(training.gradients(), expected)
-    assert_equal(training.gradients(), expected)
-
-
 def test_bytes_that_come_and_go_between_steps_lead_to_one_plan() -> None:
     training = _training(_BUDGET, _short_loss)
     plans: list[actckpt.Plan] = []
