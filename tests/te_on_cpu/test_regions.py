@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,13 +37,20 @@ def test_training_is_bit_equal_to_plain_training(te: Any, expected: Expected, se
     assert differing(train(te, setting, how.method, prepare=how.prepare), expected(setting)) == []
 
 
-@pytest.mark.parametrize("kind", ["generators", "unknown bytes"])
-def test_a_tracker_that_is_given_is_restored(te: Any, expected: Expected, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "wraps"), [("generators", False), ("unknown bytes", False), ("unknown bytes", True)])
+def test_a_tracker_that_is_given_is_restored(te: Any, expected: Expected, kind: str, wraps: bool) -> None:
+    trackers: list[Any] = []
+
     def method_of(get_tracker: Any) -> Any:
-        return lambda layer, x: actckpt.te.checkpoint(layer, x, get_rng_state_tracker=get_tracker)
+        trackers.append(get_tracker)
+        return training.plain if wraps else partial(actckpt.te.checkpoint, get_rng_state_tracker=get_tracker)
+
+    def prepare(model: Any) -> None:
+        if wraps:
+            actckpt.te.wrap(model, get_rng_state_tracker=trackers[0])
 
     setting = Setting("delayed", tracker=kind)
-    assert differing(train(te, setting, method_of=method_of), expected(setting)) == []
+    assert differing(train(te, setting, method_of=method_of, prepare=prepare), expected(setting)) == []
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

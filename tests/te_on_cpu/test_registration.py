@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -47,25 +46,16 @@ def _state() -> Any:
     return getattr(manager, "quantization_state", manager)
 
 
-#: Where a name is looked up, and those of the names that this version has.
-_NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "flags": (lambda te: te.distributed, ("_ACTIVATION_RECOMPUTE_PHASE", "_FP8_ACTIVATION_RECOMPUTE_PHASE")),
-    "states of the tracker": (lambda te: te.distributed, ("get_all_rng_states",)),
-    "recompute": (lambda te: te.distributed, ("activation_recompute_forward",)),
-    "manager": (
-        lambda te: sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager,
-        ("set_autocast_state",),
-    ),
-    "offloading": (
-        lambda te: sys.modules["transformer_engine.pytorch.cpu_offload"],
-        ("OFFLOAD_SYNCHRONIZER", "CPUOffloadEnabled"),
-    ),
-    "modules": (
-        lambda te: sys.modules["transformer_engine.pytorch.module.base"].TransformerEngineBaseModule,
-        ("prepare_forward",),
-    ),
-    "casts": (lambda te: sys.modules["transformer_engine.pytorch.tensor"], ("Float8Tensor",)),
-    "quantizers": (lambda te: sys.modules["transformer_engine.pytorch.tensor"], ("Quantizer",)),
+#: Names of transformer_engine.pytorch that a version may lack; of several this version has one.
+_NAMES: dict[str, tuple[str, ...]] = {
+    "flags": ("distributed._ACTIVATION_RECOMPUTE_PHASE", "distributed._FP8_ACTIVATION_RECOMPUTE_PHASE"),
+    "states of the tracker": ("distributed.get_all_rng_states",),
+    "recompute": ("distributed.activation_recompute_forward",),
+    "manager": ("quantization.FP8GlobalStateManager.set_autocast_state",),
+    "offloading": ("cpu_offload.OFFLOAD_SYNCHRONIZER", "cpu_offload.CPUOffloadEnabled"),
+    "modules": ("module.base.TransformerEngineBaseModule.prepare_forward",),
+    "casts": ("tensor.Float8Tensor",),
+    "quantizers": ("tensor.Quantizer",),
 }
 
 
@@ -73,10 +63,9 @@ _NAMES: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
 def test_a_name_that_is_missing_raises_with_the_versions_and_the_name(
     te: Any, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    find, names = _NAMES[what]
-    for name in names:
-        monkeypatch.delattr(find(te), name, raising=False)
-    named = names[0] if len(names) == 1 else "flag"
+    for name in _NAMES[what]:
+        monkeypatch.delattr(f"transformer_engine.pytorch.{name}", raising=False)
+    named = _NAMES[what][0].rpartition(".")[2] if len(_NAMES[what]) == 1 else "flag"
     for _ in range(2):  # not only the first time
         with pytest.raises(
             TransformerEngineError, match=rf"(?s)2\.\d+\.\d is not as .*2\.9 to 2\.20\.2.*{named}.*actckpt\.te\.ignore"

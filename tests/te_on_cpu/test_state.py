@@ -17,24 +17,6 @@ from te_on_cpu import training
 from te_on_cpu.training import HIDDEN
 
 
-def test_the_flags_are_those_of_te_checkpoint_and_put_back(te: Any) -> None:
-    internals, seen = Internals(), Log()
-
-    def function(x: Tensor) -> Tensor:
-        seen.append(internals.flags)
-        actckpt.checkpoint(torch.sin, x)
-        te.checkpoint(torch.sin, x)
-        seen.append(internals.flags)
-        return x.sin().exp()
-
-    with te.autocast(True, recipe=training.make_recipe("current")):
-        y = actckpt.checkpoint(function, leaf(3), early_stop=False)
-    assert internals.flags == (False, False)
-    y.sum().backward()
-    assert internals.flags == (False, False)
-    assert seen == [(True, False)] * 2 + [(True, True)] * 2
-
-
 def test_te_checkpoint_outside_of_regions_is_left_as_it_is(te: Any) -> None:
     actckpt.checkpoint(torch.sin, leaf(3))  # registers
     before, context = training.process_state()["process: recompute flags"], te.distributed.activation_recompute_forward
@@ -43,43 +25,6 @@ def test_te_checkpoint_outside_of_regions_is_left_as_it_is(te: Any) -> None:
             pass
         assert Internals().flags == (False, False), "outside of our regions TransformerEngine does as it does"
     assert training.process_state()["process: recompute flags"] == before
-
-
-def test_the_first_module_flag_is_held_per_region(te: Any) -> None:
-    """TransformerEngine's first-in-first-out list has one entry per forward: a second recompute finds none."""
-    internals, firsts = Internals(), Log()
-
-    def function(x: Tensor) -> Tensor:
-        enabled, calibrating, recipe, group, is_first, capturing = internals.autocast
-        firsts.append(is_first)
-        internals.autocast = (enabled, calibrating, recipe, group, False, capturing)
-        return x.sin().exp()
-
-    with te.autocast(True, recipe=training.make_recipe("delayed")):
-        ys = [actckpt.checkpoint(function, leaf(3), early_stop=False) for _ in range(3)]
-    for index in (2, 0, 1, 0):
-        ys[index].sum().backward(retain_graph=True)
-    assert firsts == [True, False, False, *(False, True, False, True)]
-    assert internals.first_module_flags == []
-
-
-@pytest.mark.parametrize("kind", ["delayed", "current"])
-def test_a_backward_inside_of_another_autocast_reruns_under_its_forwards(te: Any, kind: str) -> None:
-    internals, seen = Internals(), Log()
-
-    def function(x: Tensor) -> Tensor:
-        seen.append(internals.autocast)
-        return x.sin().exp()
-
-    with te.autocast(True, recipe=training.make_recipe(kind)):
-        y = actckpt.checkpoint(function, leaf(3))
-    outside = internals.autocast
-    with te.autocast(True, recipe=training.make_recipe("current" if kind == "delayed" else "delayed")):
-        inside = internals.autocast
-        y.sum().backward()
-        assert internals.autocast == inside
-    assert internals.autocast == outside
-    assert seen[0] == seen[1] and seen[0] != inside
 
 
 @pytest.mark.parametrize(("recipe", "runs"), [("delayed", 2), ("current", 1)])

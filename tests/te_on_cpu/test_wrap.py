@@ -42,17 +42,6 @@ def test_a_policy_per_module_gives_the_bits_of_plain_training(
     assert differing(found, expected(setting)) == []
 
 
-def test_a_tracker_that_only_its_getter_knows_is_restored(te: Any, expected: Expected) -> None:
-    trackers: list[Any] = []
-
-    def wrap(model: Any) -> None:
-        actckpt.te.wrap(model, get_rng_state_tracker=trackers[0])
-
-    setting = Setting("delayed", tracker="unknown bytes")
-    found = train(te, setting, prepare=wrap, method_of=lambda get: trackers.append(get) or training.plain)
-    assert differing(found, expected(setting)) == []
-
-
 def test_a_reentrant_checkpoint_inside_a_retained_module_raises(te: Any) -> None:
     layer = _retained(training.make_layer(te, "TransformerLayer"))
     y = layer(leaf(8, 2, HIDDEN), checkpoint_core_attention=True)
