@@ -15,13 +15,13 @@ from test_repeated_collectives import POLICIES
 from training import Found, applied, compare, reference, train
 
 _KINDS = [
-    ("test_data_parallel", "ddp"),
-    ("test_data_parallel", "fsdp1"),
-    ("test_data_parallel", "fsdp2"),
-    ("test_data_parallel", "hsdp"),
-    ("test_model_parallel", "tensor parallel"),
-    ("test_model_parallel", "sequence parallel"),
-    ("test_experts", "experts"),
+    ("data_parallel", "ddp"),
+    ("data_parallel", "fsdp1"),
+    ("data_parallel", "fsdp2"),
+    ("data_parallel", "hsdp"),
+    ("model_parallel", "tensor parallel"),
+    ("model_parallel", "sequence parallel"),
+    ("experts", "experts"),
 ]
 
 

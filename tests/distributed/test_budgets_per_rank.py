@@ -24,10 +24,10 @@ _BUDGETS = ("62%", "100%")
 @pytest.mark.parametrize(
     ("module", "kind"),
     [
-        ("test_data_parallel", "fsdp2"),
-        ("test_model_parallel", "tensor parallel"),
-        ("test_model_parallel", "sequence parallel"),
-        ("test_experts", "experts"),
+        ("data_parallel", "fsdp2"),
+        ("model_parallel", "tensor parallel"),
+        ("model_parallel", "sequence parallel"),
+        ("experts", "experts"),
     ],
 )
 @on_ranks
@@ -46,7 +46,7 @@ def test_ranks_with_other_budgets_train_as_without(module: str, kind: str) -> No
 
 @on_ranks
 def test_a_rank_whose_step_is_of_a_new_kind_profiles_it_alone() -> None:
-    from test_experts import KINDS
+    from experts import KINDS
 
     found = []
     for method in (PLAIN, applied(activation_budget="80%", race=False)):
@@ -207,7 +207,7 @@ def test_a_budget_for_all_memory_of_a_sharded_model_counts_its_shards(reshard: b
 
 
 @pytest.mark.parametrize(
-    ("module", "kind"), [("test_data_parallel", "ddp"), ("test_data_parallel", "fsdp2"), ("test_experts", "experts")]
+    ("module", "kind"), [("data_parallel", "ddp"), ("data_parallel", "fsdp2"), ("experts", "experts")]
 )
 @on_ranks
 def test_several_ranks_try_no_other_plans(module: str, kind: str) -> None:

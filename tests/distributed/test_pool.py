@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 
@@ -28,15 +27,6 @@ def _hang() -> None:
     time.sleep(60)
 
 
-def _die() -> None:
-    if dist.get_rank() == 0:
-        os._exit(3)
-
-
-def test_functions_run_on_both_ranks_and_return_something(ranks: Ranks) -> None:
-    assert ranks.run(_sum, 2.0) == [5.0, 5.0]
-
-
 def test_what_one_rank_raises_is_told_although_the_other_waits_for_it(ranks: Ranks) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=r"(?s)rank 0: still runs.*_sum.*rank 1: raised.*one went wrong"):
@@ -49,8 +39,3 @@ def test_what_does_not_end_fails_with_the_stacks_of_both_ranks(ranks: Ranks) -> 
     with pytest.raises(RankError) as told:
         ranks.run(_hang, timeout_s=5)
     assert len(re.findall(r"still runs\n.*?in _hang", str(told.value), re.DOTALL)) == 2
-
-
-def test_a_process_that_dies_is_told(ranks: Ranks) -> None:
-    with pytest.raises(RankError, match=r"(?s)rank 0: raised\nthe process is gone"):
-        ranks.run(_die)

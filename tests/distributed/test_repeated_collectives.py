@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import experts
+import model_parallel
 import pytest
-import test_experts
-import test_model_parallel
 import torch
 import torch.distributed as dist
 from pool import NUM_RANKS, Ranks, on_ranks
@@ -38,9 +38,9 @@ POLICIES: dict[str, Any] = {
 #: Which of torch's methods recomputes the same.
 LIKE = {"everything": "rerun", "list": "list", "selectors": "rerun"}
 MODULES = {
-    "tensor parallel": test_model_parallel,
-    "sequence parallel": test_model_parallel,
-    "experts": test_experts,
+    "tensor parallel": model_parallel,
+    "sequence parallel": model_parallel,
+    "experts": experts,
 }
 
 
@@ -58,7 +58,7 @@ def _check_like_torch(kind: str, policy: str) -> tuple[str, ...]:
     theirs = reference(MODULES[kind].__name__, kind, LIKE[policy])
     assert len(found.in_backward) <= len(theirs.in_backward)
     if kind == "experts":  # what says where tokens go stays; their number is new in each step, and audited
-        assert found.held_bytes <= 1.01 * theirs.held_bytes + test_experts._ROUTING_BYTES
+        assert found.held_bytes <= 1.01 * theirs.held_bytes + experts.ROUTING_BYTES
     else:
         assert found.held_bytes <= theirs.held_bytes
         assert found.peak_bytes <= 1.1 * theirs.peak_bytes  # what gloo's threads have sent dies when they like

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import test_data_parallel
+import data_parallel
 import torch
 import torch.distributed as dist
 import training
@@ -36,8 +36,8 @@ _OF_RANKS = (
     *("fsdp2", "fsdp2, no reshard", "fsdp2, mixed precision"),
 )
 KINDS: dict[str, Callable[[Method], Training]] = {
-    **{kind: test_data_parallel.KINDS[kind] for kind in _OF_RANKS},
-    "ddp, buckets are gradients": functools.partial(test_data_parallel.KINDS["ddp"], gradient_as_bucket_view=True),
+    **{kind: data_parallel.KINDS[kind] for kind in _OF_RANKS},
+    "ddp, buckets are gradients": functools.partial(data_parallel.KINDS["ddp"], gradient_as_bucket_view=True),
 }
 
 

@@ -1,4 +1,4 @@
-"""DDP, FSDP and HSDP: the gradients of plain training, and no more bytes and collectives than torch's checkpoint."""
+"""DDP, FSDP and HSDP."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import training
-from pool import NUM_RANKS, Ranks, on_ranks
+from pool import NUM_RANKS
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from training import OURS, Block, Method, Training, batch, check_equal, compare, model_of, reference, train
-
-import actckpt
+from training import Block, Method, Training, batch, model_of
 
 
 def _training(model: nn.Module, call: Callable[[Tensor], Tensor]) -> Training:
@@ -106,51 +102,3 @@ KINDS: dict[str, Callable[[Method], Training]] = {
     "fsdp1": _fsdp1,
     "fsdp1, original parameters": functools.partial(_fsdp1, use_orig_params=True),
 }
-
-
-@pytest.mark.parametrize("method", OURS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_equal_and_bytes_and_collectives_no_more(kind: str, method: str, ranks: Ranks) -> None:
-    for ours, theirs in ranks.run(compare, __name__, kind, method):
-        assert ours.in_backward == theirs.in_backward and ours.in_forward == theirs.in_forward
-        assert ours.held_bytes <= theirs.held_bytes
-        assert ours.peak_bytes <= 1.05 * theirs.peak_bytes  # what gloo's threads have sent dies when they like
-
-
-def _wrapped(checkpoint_fn: Any) -> Method:
-    """Return what FSDP's users write: blocks in wrappers that call `checkpoint_fn`."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
-
-    def method(model: nn.Module) -> None:
-        wrap = functools.partial(wrappers.checkpoint_wrapper, checkpoint_fn=checkpoint_fn, use_reentrant=False)
-        wrappers.apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=wrap, check_fn=lambda module: isinstance(module, Block)
-        )
-
-    return method
-
-
-@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-@on_ranks
-def test_checkpoint_is_a_checkpoint_fn_of_torchs_wrappers(kind: str) -> None:
-    ours, theirs = (train(KINDS[kind], _wrapped(function), 3) for function in (actckpt.checkpoint, checkpoint))
-    check_equal(ours.gradients, reference(__name__, kind, "plain").gradients)
-    assert (ours.in_forward, ours.in_backward) == (theirs.in_forward, theirs.in_backward)
-    assert ours.held_bytes <= theirs.held_bytes and ours.peak_bytes <= theirs.peak_bytes
-
-
-@on_ranks
-def test_a_region_around_several_units_of_fsdp2_says_what_to_do() -> None:
-    def around(model: nn.Module) -> None:
-        own = model.forward
-
-        def forward(x: Tensor) -> Tensor:
-            with actckpt.region():
-                result: Tensor = own(x)
-            return result
-
-        model.forward = forward  # type: ignore[method-assign]
-
-    message = r"(?s)of shape .* has 0 bytes now.*FSDP2 frees.*inside each unit"
-    with pytest.raises(actckpt.errors.SavedTensorChangedError, match=message):
-        train(_fsdp2, around, 1)
