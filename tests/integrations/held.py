@@ -25,7 +25,7 @@ class Held:
             torch.manual_seed(5)
             model.zero_grad(set_to_none=is_first)
             with LiveStorages() as live:
-                loss = _first_tensor(model(*inputs, **keywords)).float().square().mean()
+                loss = first_tensor(model(*inputs, **keywords)).float().square().mean()
                 self.after_forward = live.live_bytes
                 loss.backward()
             self.peak = live.peak_bytes
@@ -33,10 +33,11 @@ class Held:
         self.buffers = dict(model.named_buffers())
 
 
-def _first_tensor(result: Any) -> Tensor:
+def first_tensor(result: Any) -> Tensor:
+    """Return the first tensor in the result of a model."""
     if isinstance(result, Tensor):
         return result
-    return _first_tensor(next(iter(result.values())) if isinstance(result, dict) else result[0])
+    return first_tensor(next(iter(result.values())) if isinstance(result, dict) else result[0])
 
 
 def compare(

@@ -68,7 +68,7 @@ def test_a_quantized_base_trains_as_with_the_librarys_own_and_holds_no_more(bits
     assert_equal(_losses(theirs), plain)
     bytes_of_theirs = held_and_peak(theirs, lambda: theirs(**batch("llama")).loss)
     for options in OURS.values():
-        model = _model(folder, OPTIONS[bits])
+        model = _model(folder, OPTIONS[bits], theirs="policy" in options)  # which ours takes over
         actckpt.apply(model, **options)
         assert_equal(_losses(model), plain)
         assert actckpt.report(model).blocks_ran

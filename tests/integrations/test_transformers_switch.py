@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.checkpoint import noop_context_fn
-from training import assert_equal, held_and_peak, train
+from training import assert_equal, train
 from transformers_models import batch, make
 
 import actckpt
@@ -181,39 +181,3 @@ def test_lora_on_a_frozen_base_is_that_of_plain_training(order: str, enables_inp
     assert len(actckpt.report(ours).blocks_ran) == 3
     frozen = [parameter for parameter in ours.parameters() if not parameter.requires_grad]
     assert frozen and all(parameter.grad is None for parameter in frozen)
-
-
-def test_lora_holds_no_more_than_with_the_librarys_own() -> None:
-    found = []
-    for ours in (False, True):
-        model = _with_lora(make("llama"))
-        if ours:
-            actckpt.apply(model)
-        model.gradient_checkpointing_enable()
-        found.append(held_and_peak(model, lambda model=model: model(**batch("llama"), use_cache=False).loss))
-    assert found[1][0] <= found[0][0] and found[1][1] <= found[0][1]
-
-
-def test_a_base_that_was_prepared_for_few_bits_trains_with_ours(torchs_calls: list[Any]) -> None:
-    peft = pytest.importorskip("peft")
-
-    def prepared(*, ours: bool) -> Any:
-        model = make("llama").to(torch.bfloat16)
-        if ours:
-            actckpt.apply(model)
-        model.is_loaded_in_4bit = True  # as a model with quantized weights says of itself
-        return _with_lora(peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=ours))
-
-    ours = prepared(ours=True)
-    assert_equal(train(ours, batch("llama")), train(prepared(ours=False), batch("llama")))
-    assert len(actckpt.report(ours).blocks_ran) == 3 and not torchs_calls
-
-
-def test_adapters_that_are_saved_are_those_of_a_plain_model(tmp_path: Path) -> None:
-    for name in ("plain", "ours"):
-        model = _with_lora(make("llama"))
-        if name == "ours":
-            actckpt.apply(model)
-        model.save_pretrained(tmp_path / name)
-    for path in (tmp_path / "plain").iterdir():
-        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes()
