@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -43,6 +46,27 @@ def only(tier: str, folder: Path, *, bounce_bytes: int = 32 << 20, **options: An
         torch.cuda.synchronize()
         stores._stores.clear()
         stores._stores.update(before)
+
+
+def run_in_process(*words: str, timeout_s: float = 120, **settings: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in a process of its own, which finds the modules of tests."""
+    here = Path(__file__).parent
+    tests = here.parent
+    paths = [tests.parent, tests / "contract", tests / "distributed", here]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), **settings}
+    try:
+        ran = subprocess.run(
+            [sys.executable, *words],
+            env=environment,
+            cwd=tests.parent,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise AssertionError(f"hangs after {(error.stdout or b'')!r}\n{(error.stderr or b'')[-4000:]!r}") from None
+    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-6000:]}"
+    return ran
 
 
 def settle() -> None:

@@ -5,11 +5,8 @@ Each program runs in a process of its own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from gpu_oracle import run_in_process
 
 _PROGRAM = """
 import torch, actckpt
@@ -40,18 +37,11 @@ _CALLS = {
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("call", _CALLS)
 def test_attention_is_the_first_that_runs_in_a_region(call: str, dtype: str) -> None:
-    assert "right" in _printed(_PROGRAM.format(dtype=dtype, call=_CALLS[call], before=""))
+    program = _PROGRAM.format(dtype=dtype, call=_CALLS[call], before="")
+    assert "right" in run_in_process("-c", program).stdout
 
 
 def test_an_order_of_kernels_that_the_program_has_set_stays() -> None:
     before = "torch._C._set_sdp_priority_order([0, 1, 2, 3, 4])"
     program = _PROGRAM.format(dtype="bfloat16", call=_CALLS["checkpoint"], before=before)
-    assert "right [0, 1, 2, 3, 4]" in _printed(program)
-
-
-def _printed(program: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2]
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    assert "right [0, 1, 2, 3, 4]" in run_in_process("-c", program).stdout

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_oracle import run_in_process
 from gpu_programs import DEVICE, OURS, Method
 from oracle import plain
 from torch import Tensor, nn
@@ -37,12 +36,7 @@ _PLANS = ("plan", "plan that reruns")
 def test_a_captured_step(method: str, dropout: str, what: str) -> None:
     if method == "rerun without random state" and dropout != "0.0":
         pytest.skip("that draws other numbers, as it says")
-    root = Path(__file__).parents[2]
-    paths = [root, root / "tests" / "contract", root / "tests" / "gpu"]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
-    command = [sys.executable, __file__, method, dropout, what]
-    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, f"{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+    ran = run_in_process(__file__, method, dropout, what)
     found = json.loads(ran.stdout.splitlines()[-1])
     if method == "under a budget":
         assert "policy=plan" in str(found["error"]), found

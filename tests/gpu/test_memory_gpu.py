@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gpu_oracle import run_in_process
 from gpu_programs import DEVICE, OURS, THEIRS, Block, Method, peak_bytes, stack
 from oracle import plain
 
@@ -108,7 +106,7 @@ _ALLOCATORS = {
 
 
 @pytest.mark.parametrize("allocator", _ALLOCATORS)
-def test_gradients_under_other_allocators(allocator: str) -> None:
+def test_gradients_under_other_allocators(allocator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of other files once more, in a process whose allocator is another one."""
     here = Path(__file__).parent
     files = [
@@ -119,11 +117,9 @@ def test_gradients_under_other_allocators(allocator: str) -> None:
     ]
     chosen = "(fp32 and deterministic) or two_streams or in_flight or several_streams"
     options = [word for plugin in ("xdist", "cacheprovider", "benchmark") for word in ("-p", f"no:{plugin}")]
-    command = [sys.executable, "-m", "pytest", "-q", *options, "-k", chosen, *files]
-    settings = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": _ALLOCATORS[allocator]}
-    settings.pop("PYTORCH_ALLOC_CONF", None)
-    ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=180, cwd=here.parents[1])
-    assert ran.returncode == 0, f"{ran.stdout[-6000:]}\n{ran.stderr[-2000:]}"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": _ALLOCATORS[allocator]}
+    run_in_process("-m", "pytest", "-q", *options, "-k", chosen, *files, timeout_s=180, **settings)
 
 
 def test_a_snapshot_of_the_allocator_has_labels() -> None:

