@@ -162,27 +162,28 @@ def test_budgets_hold_wherever_kernels_need_most(name: str, more: float) -> None
     training = _Images(name)
     training.peak()  # first kernels leave something behind
     smallest = training.smallest()
-    assert not name.startswith("in blocks") or smallest < 0.75 * plain
+    if name.startswith("in blocks"):
+        assert smallest < 0.75 * plain
+        assert training.smallest() == pytest.approx(smallest, rel=0.01), "the store has been used"
     budget = int(smallest + more * (plain - smallest))
     actckpt.configure(audit="off")  # whose checksums need memory for a moment, which budgets do not count
     actckpt.apply(training.model, budget=budget, blocks=training.blocks, race=False)
-    for _ in range(5):  # the meter of the first cycles starts the peak again
-        training.peak()
-    peaks = [training.peak() for _ in range(3)]  # a warning would be an error
-    assert max(peaks) <= budget, f"budget {budget}, peaks {peaks}"
-    assert more or max(peaks) > 0.85 * budget, f"budget {budget}, peaks {peaks}"
+    peaks = [training.peak() for _ in range(8)]  # a warning would be an error
+    assert peaks[1] <= 1.02 * budget and max(peaks[_SETTLING:]) <= budget, f"budget {budget}, peaks {peaks}"
+    assert more or max(peaks[5:]) > 0.85 * budget, "the meter of the first cycles starts the peak again"
     assert_equal(training.gradients(), expected)
 
 
-@pytest.mark.parametrize(("num_operators", "budget", "num_above"), [(12, 10 << 20, 1), (0, 17 << 19, 0)])
+@pytest.mark.parametrize(("num_operators", "share", "used", "num_above"), [(12, 0.83, 0.9, 1), (0, 0.7, 0.95, 0)])
 def test_what_follows_the_blocks_is_planned_for_as_soon_as_it_was_seen(
-    num_operators: int, budget: int, num_above: int
+    num_operators: int, share: float, used: float, num_above: int
 ) -> None:
     """A loss that needs much has room from the second step on; one that needs little gives room back."""
     training = Training(layers=_LAYERS)
     training.outputs = lambda logits: functools.reduce(lambda found, _: found.sin(), range(num_operators), logits)
     expected = training.gradients()
+    budget = int(share * training.peak())
     actckpt.apply(training.model, budget=budget, race=False)
     peaks = [training.peak() for _ in range(7)]
-    assert max(peaks[num_above:]) <= budget and peaks[-1] >= 0.9 * budget, f"budget {budget}, peaks {peaks}"
+    assert max(peaks[num_above:]) <= budget and peaks[-1] >= used * budget, f"budget {budget}, peaks {peaks}"
     assert_equal(training.gradients(), expected)
