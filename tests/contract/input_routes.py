@@ -19,9 +19,9 @@ from torch import Tensor
 
 import actckpt
 
-Read = Callable[[Tensor, Any], Tensor]
+Read = Callable[[Tensor, Any], Any]
 #: Runs `read(x, held)` in a region: takes checkpoint, read, x, held.
-Route = Callable[[Checkpoint, Read, Tensor, Any], Tensor]
+Route = Callable[[Checkpoint, Read, Tensor, Any], Any]
 
 Pair = namedtuple("Pair", ["number", "held"])
 
@@ -51,21 +51,21 @@ def _in(make: Callable[[Any], Any], pick: Callable[[Any], Any]) -> Route:
     return lambda ck, read, x, held: ck(lambda x, inside: read(x, pick(inside)), x, make(held))
 
 
-def _in_closure_of_a_closure(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Tensor:
+def _in_closure_of_a_closure(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Any:
     def inner(x: Tensor) -> Tensor:
         return read(x, held)
 
     return ck(lambda x: inner(x), x)
 
 
-def _in_keyword_default(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Tensor:
+def _in_keyword_default(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Any:
     def function(x: Tensor, *, held: Any = held) -> Tensor:
         return read(x, held)
 
     return ck(function, x)
 
 
-def _in_a_class(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Tensor:
+def _in_a_class(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Any:
     class Layer:
         def forward(self, x: Tensor) -> Tensor:
             return read(x, held)
@@ -80,13 +80,13 @@ def _get_global() -> Any:
     return GLOBAL
 
 
-def _in_global(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Tensor:
+def _in_global(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Any:
     global GLOBAL
     GLOBAL = held
     return ck(lambda x: read(x, GLOBAL), x)
 
 
-def _in_global_of_another_function(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Tensor:
+def _in_global_of_another_function(ck: Checkpoint, read: Read, x: Tensor, held: Any) -> Any:
     global GLOBAL
     GLOBAL = held
     return ck(lambda x: read(x, _get_global()), x)

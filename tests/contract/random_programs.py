@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, seed, settings, strategies as st
+from input_routes import ROUTES
 from on_device import random_states
 from oracle import Checkpoint
 
@@ -25,6 +26,27 @@ def _in_place(change: Callable[[torch.Tensor], Any]) -> Operator:
         return result
 
     return operator
+
+
+class _SavesAll(torch.autograd.Function):
+    """Saves its inputs and one of its two results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * x * w
+        ctx.save_for_backward(x, w, y)
+        return y, y.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor, grad_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, w, y = ctx.saved_tensors
+        grad = grad_y + grad_sum
+        return grad * 2 * x * w + 0 * y, grad * x * x
+
+
+def _custom_function(pool: Tensors, a: int, b: int) -> torch.Tensor:
+    y, total = _SavesAll.apply(pool[a].sin(), pool[b])
+    return (y * total).tanh()
 
 
 OPERATORS: dict[str, Operator] = {
@@ -47,11 +69,13 @@ OPERATORS: dict[str, Operator] = {
     "copy a column in place": _in_place(lambda x: x[:, 0].copy_(x[:, 1].clone())),
     "dropout in place": _in_place(lambda x: torch.nn.functional.dropout(x, 0.3, inplace=True)),
     "fill in place": _in_place(lambda x: x.diagonal().fill_(0.5)),
+    "custom function": _custom_function,
 }
 
 indices = st.integers(0, 7)
 operators = st.tuples(st.sampled_from(sorted(OPERATORS)), indices, indices)
-PASSINGS = ("positional", "keyword", "list", "dict", "closure")
+#: How a region gets its tensors but the first one; globals, which inner regions set too, would change before backward.
+PASSINGS = [name for name in ROUTES if not name.startswith("global")]
 bodies = st.recursive(
     st.lists(operators, min_size=1, max_size=4),
     lambda inner: st.lists(
@@ -75,16 +99,10 @@ def _run(body: list[Any], pool: Tensors, checkpoint: Checkpoint) -> Tensors:
 
 
 def _region(passing: str, body: list[Any], pool: Tensors, checkpoint: Checkpoint) -> Tensors:
-    first, rest = pool[0], pool[1:]
-    if passing == "positional":
-        return checkpoint(lambda *tensors: _run(body, list(tensors), checkpoint), *pool)
-    if passing == "keyword":
-        return checkpoint(lambda a, *, rest: _run(body, [a, *rest], checkpoint), first, rest=tuple(rest))
-    if passing == "list":
-        return checkpoint(lambda tensors: _run(body, tensors, checkpoint), pool)
-    if passing == "dict":
-        return checkpoint(lambda d: _run(body, [d["a"], *d["rest"]], checkpoint), {"a": first, "rest": rest})
-    return checkpoint(lambda a: _run(body, [a, *rest], checkpoint), first)
+    def read(first: torch.Tensor, held: Tensors) -> Tensors:
+        return _run(body, [first, *held], checkpoint)
+
+    return ROUTES[passing](checkpoint, read, pool[0], pool[1:])
 
 
 BACKWARDS = ("once", "several times", "of its gradients", "by parts")

@@ -64,20 +64,6 @@ def seeding_inside_is_repeated_and_stays_as_the_forward_left_it(checkpoint: Chec
     return y, x.grad, torch.rand(2)
 
 
-def test_state_outside_is_unchanged_by_every_kind_of_backward() -> None:
-    model, x = mlp(dropout=0.5), leaf(3, 8)
-    y = ours(model, x).sum()
-    torch.rand(7)
-    state = torch.get_rng_state()
-    y.backward(retain_graph=True)
-    assert_equal(torch.get_rng_state(), state)
-    torch.autograd.grad(y, x, create_graph=True)
-    assert_equal(torch.get_rng_state(), state)
-    with torch.autocast("cpu", torch.bfloat16):  # state differs from the forward's: the longer way
-        y.backward()
-    assert_equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("method", [theirs, ours])
 def test_without_preserve_rng_state_the_rerun_draws_on(method: Checkpoint) -> None:
     drawn = Log()

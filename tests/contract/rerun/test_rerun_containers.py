@@ -257,13 +257,6 @@ def test_attributes_of_modules_are_left_as_a_second_call_leaves_them() -> None:
     assert module.calls == 2
 
 
-def test_an_object_that_leads_to_a_whole_program_costs_bounded_time() -> None:
-    program = Plain([Plain({"values": list(range(1000))}) for _ in range(1000)])
-    x, started = leaf(3), time.process_time()
-    ours(lambda x: (x * len(program.value)).exp(), x).sum().backward()
-    assert time.process_time() - started < 1
-
-
 def test_two_threads_that_rerun_with_one_container_find_each_their_own() -> None:
     shared: list[float] = [1.0]
     x = [torch.tensor([0.1, 0.2, 0.3], requires_grad=True) for _ in range(2)]
@@ -346,17 +339,13 @@ class OutOfContext:
         raise AssertionError
 
 
-def _dead_proxy() -> Any:
-    return weakref.proxy(Plain(0))
-
-
-@pytest.mark.parametrize("proxy", [OutOfContext, _dead_proxy])
-def test_a_proxy_of_nothing_in_an_object_is_not_touched(proxy: Callable[[], Any]) -> None:
+def test_objects_are_not_looked_through() -> None:
     state = Plain(2.0)
-    state.proxy = proxy()  # type: ignore[attr-defined]
-    x = leaf(3)
+    state.program = [Plain({"values": list(range(1000))}) for _ in range(1000)]  # type: ignore[attr-defined]
+    state.proxies = OutOfContext(), weakref.proxy(Log())  # type: ignore[attr-defined]  # the second one's is gone
+    x, started = leaf(3), time.process_time()
     ours(lambda x: (x * state.value).exp(), x).sum().backward()
-    assert x.grad is not None
+    assert x.grad is not None and time.process_time() - started < 1
 
 
 class Present(list[Any]):
