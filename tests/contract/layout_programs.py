@@ -46,6 +46,12 @@ def _integers(h: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _part_in_place(h: torch.Tensor) -> torch.Tensor:
+    copy = (h * 2).clone()
+    copy[0].mul_(3)
+    return copy.exp()
+
+
 def _zero_sized(h: torch.Tensor) -> torch.Tensor:
     return torch.cat([h[:0].sin().exp(), h.sin() * 2, h[:, :0].cos().T.reshape(0, 8)]).exp().sum()
 
@@ -65,6 +71,10 @@ def _of_several_sizes(h: torch.Tensor) -> torch.Tensor:
 
 
 PROGRAMS: dict[str, Program] = {
+    "the input itself": lambda h: (h * h).sum() + (h * h.sin()).sum(),
+    "chunks": lambda h: sum((part * part.exp()).mean() for part in (h @ h).tanh().chunk(4, dim=1)),
+    "views of one storage": lambda h: (h * h.t() + h[0] * h[:, 1:2].exp()).sum() + h.view(64).sin().sum(),
+    "in place on a part": lambda h: _part_in_place(h).sin().sum(),
     "activations": lambda h: (h.sin().exp() * h.tanh().sigmoid()).sum(),
     "transposes": lambda h: (h.T.sin() @ h.T.contiguous().T.cos().mT).softmax(-1).square().sum(),
     "slices with steps": lambda h: (h[::2, 1::3].sin() * h[1::2, ::3].cos()).sum(),

@@ -11,7 +11,6 @@ import torch
 from internals.stores import PythonStore, flush, store_in_memory, using
 from offload_oracle import assert_same, deep
 from oracle import Programs, assert_equal, gradients, in_threads, leaf, mlp, ours
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
 
@@ -93,33 +92,6 @@ def test_an_exception_in_forward_leaves_nothing() -> None:
     assert type(x.sin().grad_fn._saved_self) is torch.Tensor, "the hooks are gone"
 
 
-class _Fails(torch.autograd.Function):
-    fails = True
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        if _Fails.fails:
-            raise ZeroDivisionError
-        return grad
-
-
-@programs
-def an_exception_in_backward_and_another_try(context: Context) -> Any:
-    x = leaf(8, 8)
-    with context():
-        y = _Fails.apply(deep(x) * x.sin()).exp().sum()
-    flush()
-    _Fails.fails = True
-    with pytest.raises(ZeroDivisionError):
-        torch.autograd.grad(y, x, retain_graph=True)
-    _Fails.fails = False
-    return torch.autograd.grad(y, x)
-
-
 def test_eight_threads_train_at_once() -> None:
     def train(seed: int, context: Context) -> Any:
         generator = torch.Generator().manual_seed(seed)
@@ -142,26 +114,6 @@ def test_eight_threads_run_backward_over_graphs_of_one_context() -> None:
         outputs = [deep(x * n) for n in range(8)]
     flush()
     assert_equal(in_threads(lambda n: torch.autograd.grad(outputs[n], x)[0], 8), expected)
-
-
-def _identity() -> AbstractContextManager[Any]:
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-@programs.each(
-    other={"save_on_cpu": save_on_cpu, "identity": _identity, "offload": lambda: actckpt.offload(min_bytes=0)},
-    is_outside=[True, False],
-)
-def other_hooks_outside_and_inside(context: Context, other: Context, is_outside: bool) -> Any:
-    x = leaf(8, 8)
-    first, second = (other, context) if is_outside else (context, other)
-    with first():
-        h = (x * 2).sin()
-        with second():
-            h = (h * x).exp()
-        y = h.cos().sum()
-    flush()
-    return torch.autograd.grad(y, x)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -1,7 +1,8 @@
-"""Random programs under offload, mixed with checkpoint: every output, gradient and random state is bit-equal."""
+"""Random programs under offload, mixed with reruns, replays and other hooks: all that they give is bit-equal."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -9,10 +10,24 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 from internals.stores import KINDS, assert_no_ticket_is_left, flush, store_of_kind
-from oracle import Checkpoint, assert_equal, in_offload, ours, plain, theirs
+from oracle import Checkpoint, assert_equal, in_offload, in_region, ours, plain, theirs
 from random_programs import ByDepth, Drawn, draws, many_draws, outcome
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import actckpt
+
+
+def _in(context: Callable[[], Any], method: Checkpoint = plain) -> Checkpoint:
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return method(*args, **kwargs)
+
+    return inside
+
+
+def _identity() -> Any:
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
 
 #: What a region of the program becomes, by its depth.
 _WAYS: dict[str, Checkpoint] = {
@@ -23,9 +38,16 @@ _WAYS: dict[str, Checkpoint] = {
     "checkpoint in offload": in_offload(ours),
     "offload in checkpoint": lambda function, *args, **kwargs: ours(in_offload(), function, *args, **kwargs),
     "torch": theirs,
+    "region": in_region(),
+    "region that keeps": in_region(["aten.mm", "aten.sin"]),
+    "region that offloads": in_region(actckpt.policies.PerOp({"aten.mm": "offload"})),
+    "region in save_on_cpu": _in(save_on_cpu, in_region()),
+    "save_on_cpu": _in(save_on_cpu),
+    "identity": _in(_identity),
 }
 
 
+@pytest.mark.filterwarnings("ignore:A region ran none of the operators:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @many_draws
 @given(

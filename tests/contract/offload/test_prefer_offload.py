@@ -12,7 +12,6 @@ import torch
 from internals.stores import PythonStore, faults, faulty_store, flush, store_on_disk, using
 from oracle import assert_equal, leaf
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
 
 import actckpt
 from actckpt import Action
@@ -51,17 +50,12 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return leaf(64, 64), leaf(64, 64)
 
 
-def _torch_policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_CPU_OFFLOAD if op is _MM else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 _per_op = actckpt.policies.PerOp({_MM: Action.PREFER_OFFLOAD})
 _POLICIES: dict[str, Any] = {
     "name": "prefer_offload",
     "action": Action.PREFER_OFFLOAD,
     "operators": _per_op,
     "value function": lambda info: Action.PREFER_OFFLOAD if info.op is _MM else Action.RECOMPUTE,
-    "torch's function": _torch_policy,
 }
 
 
@@ -86,8 +80,6 @@ def _moved(report: actckpt.regions.Report) -> int:
 
 @pytest.mark.parametrize("policy", _POLICIES.values(), ids=_POLICIES.keys())
 def test_every_form_of_policy_offloads_where_there_is_room(policy: Any, tmp_path: Path) -> None:
-    if policy is _torch_policy and not hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
-        pytest.skip(f"torch {torch.__version__} has no CheckpointPolicy.PREFER_CPU_OFFLOAD")
     with _scripted(tmp_path):
         for _ in range(4):
             grads, report = _step(policy)
