@@ -42,6 +42,7 @@ _OF_SIMULATED = (_RACES, _NO_LAYOUT, _SHALLOW_COPY, _FORWARD_MODE, _FRESH)
 _OFFLOAD = "offload/test_offload_"
 _KERNELS = "replay/test_replay_kernels.py::test_programs_are_bit_equal_to_plain_autograd"
 _MATCHES = "replay/test_policy_matches.py::"
+_INSIDE_HOOKS = "replay/test_replay_hooks.py::test_gradients_inside_hooks_are_those_of_plain_autograd"
 _AUDIT = "replay/test_replay_audit.py::"
 _FUNCTION = "contract/test_subclasses.py::test_a_function_gets_back_the_subclass_that_it_saved"
 _STEPS = "contract/test_budgets_of_other_steps.py::"
@@ -118,8 +119,12 @@ EXEMPT_ON_GPU: dict[str, str] = {
         _ENDS_CONTEXT,
     ),
     f"{_AUDIT}test_an_audit_does_not_fail_in_a_child_process_that_may_not_use_its_store": _FORKS,
-    "replay/test_replay_hooks.py::test_gradients_inside_hooks_are_those_of_plain_autograd[matmuls contiguous]": (
-        _TRANSPOSED
+    **dict.fromkeys(
+        (
+            f"{_INSIDE_HOOKS}[{program} contiguous]"
+            for program in ("transposes", "half precision", "double precision", "conjugated")
+        ),
+        _TRANSPOSED,
     ),
     "rerun/test_keywords.py::test_early_stop_leaves_a_scripted_function_in_which_torch_fails": _FUSED,
     "replay/test_replay_models.py::test_a_model_trains_as_without_a_region[lstm]": _STARTS_ANEW,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from oracle import CountOperators, assert_equal
+from oracle import Checkpoint, CountOperators, assert_equal, in_region, leaf, ours, plain
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.overrides import TorchFunctionMode
@@ -79,12 +79,21 @@ class WorseLiveStorages(LiveStorages):
         return result + 1 if func is _aten.mul.Tensor else result
 
 
+class LessMul(TorchFunctionMode):
+    """One less than the product. Function modes are above what is recorded."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result - 1 if func in (torch.mul, Tensor.mul, Tensor.__mul__) else result
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "more": MoreMul,
     "noise": Noise,
     "in place": InPlace,
     "replaces": Replaces,
     "of a known kind": WorseLiveStorages,
+    "function": LessMul,
 }
 POLICIES: dict[str, Any] = {
     "recompute": "recompute",
@@ -111,44 +120,27 @@ class Body(torch.nn.Module):
         return _body(x, self.w)
 
 
-Run = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
-
-
-def _plain(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
-    return function(x, w)
-
-
-def _region(policy: Any) -> Run:
-    def run(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
-        with actckpt.region(policy):
-            return function(x, w)
-
-    return run
-
-
-def _in_hooks(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+def _in_hooks(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     with save_on_cpu(), actckpt.region():
-        return function(x, w)
+        return function(*args)
 
 
-def _nested(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
+def _nested(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     with actckpt.region(), save_on_cpu(), actckpt.region():
-        return function(x, w)
+        return function(*args)
 
 
-def _module(function: Callable[..., Tensor], x: Tensor, w: Tensor) -> Tensor:
-    class Called(torch.nn.Module):
-        def forward(self, x: Tensor, w: Tensor) -> Tensor:
-            return function(x, w)
-
-    return actckpt.checkpoint(Called(), x, w)
+def _module(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    module = torch.nn.Module()
+    module.forward = function
+    return ours(module, *args)
 
 
-METHODS: dict[str, Run] = {
-    **{name: _region(policy) for name, policy in POLICIES.items()},
+METHODS: dict[str, Checkpoint] = {
+    **{name: in_region(policy) for name, policy in POLICIES.items()},
     "in hooks": _in_hooks,
     "nested": _nested,
-    "checkpoint of a function": actckpt.checkpoint,
+    "checkpoint of a function": ours,
     "checkpoint of a module": _module,
 }
 
@@ -157,9 +149,11 @@ def _stack() -> list[Any]:
     return [torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())]
 
 
-def _gradients(run: Run, forward: Any, backward: Any, function: Any = _body) -> list[Tensor]:
+def _gradients(run: Checkpoint, forward: Any = None, backward: Any = None, function: Any = _body) -> list[Tensor]:
+    """Return result and gradients of two backwards, with modes around the forward and around backward."""
+    forward, backward = (mode or contextlib.nullcontext() for mode in (forward, backward))
     torch.manual_seed(5)
-    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    x, w = leaf(3, 3), leaf(3, 3)
     with forward:
         y = run(function, x, w)
     grad = torch.ones(3, 3)
@@ -179,64 +173,32 @@ def _audit(request: Any) -> None:
 
 
 @pytest.mark.usefixtures("_audit")
-@pytest.mark.parametrize("where", ["forward", "backward", "both, as one", "both"])
+@pytest.mark.parametrize("where", ["forward", "backward", "both, as one", "both", "inside"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd(
     method: str, mode: str, where: str
 ) -> None:
-    def contexts() -> tuple[Any, Any]:
-        made = MODES[mode]()
-        forward = made if where != "backward" else contextlib.nullcontext()
-        backward = made if where == "both, as one" else MODES[mode]()
-        return forward, backward if where != "forward" else contextlib.nullcontext()
-
-    run = METHODS[method]
-    for _ in range(2):  # until audits are over
-        assert_equal(_gradients(run, *_no_contexts()), _gradients(_plain, *_no_contexts()))
-    assert_equal(_gradients(run, *contexts()), _gradients(_plain, *contexts()))
-    assert_equal(_gradients(run, *_no_contexts()), _gradients(_plain, *_no_contexts()))
-
-
-def _no_contexts() -> tuple[Any, Any]:
-    return contextlib.nullcontext(), contextlib.nullcontext()
-
-
-@pytest.mark.usefixtures("_audit")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_mode_within_a_region_changes_what_it_changes_in_plain_autograd(method: str, mode: str) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
+        if where != "inside":
+            return _body(x, w)
         y = _body(x, w)
         with MODES[mode]():
             y = _body(y, w)
         return _body(y, w)
 
-    for _ in range(3):
-        assert_equal(
-            _gradients(METHODS[method], *_no_contexts(), function), _gradients(_plain, *_no_contexts(), function)
-        )
+    def with_modes(run: Checkpoint) -> list[Tensor]:
+        made = MODES[mode]()
+        forward = made if where not in ("backward", "inside") else None
+        backward = made if where == "both, as one" else MODES[mode]() if where in ("backward", "both") else None
+        return _gradients(run, forward, backward, function)
 
-
-class LessMul(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        return result - 1 if func in (torch.mul, Tensor.mul, Tensor.__mul__) else result
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "inside"])
-@pytest.mark.parametrize("method", METHODS)
-def test_function_modes_are_above_what_is_recorded(method: str, where: str) -> None:
-    def function(x: Tensor, w: Tensor) -> Tensor:
-        with LessMul() if where == "inside" else contextlib.nullcontext():
-            return _body(x, w)
-
-    def contexts() -> Iterator[Any]:
-        yield LessMul() if where == "forward" else contextlib.nullcontext()
-        yield LessMul() if where == "backward" else contextlib.nullcontext()
-
+    run = METHODS[method]
+    for _ in range(2):  # until audits are over
+        assert_equal(_gradients(run), _gradients(plain))
     for _ in range(2):
-        assert_equal(_gradients(METHODS[method], *contexts(), function), _gradients(_plain, *contexts(), function))
+        assert_equal(with_modes(run), with_modes(plain))
+    assert_equal(_gradients(run), _gradients(plain))
 
 
 # What is known to change nothing.
@@ -324,25 +286,20 @@ def test_one_warning_per_type_of_mode_says_why_nothing_is_recomputed(recwarn: py
     assert step("matmuls", First(), Second()).recomputed_bytes > 0
 
 
-def _operators_of_backward(run: Run) -> int:
-    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
-    y = run(_body, x, w).sum()
-    with Counter() as counter:
-        y.backward()
-    return counter.count
-
-
 def test_configure_observers_lists_modes_that_change_nothing() -> None:
     actckpt.configure(observers=[Counter], audit="off")  # audits run operators, too
     assert _report(Counter()).recomputed_bytes == _report(contextlib.nullcontext()).recomputed_bytes > 0
-    assert _operators_of_backward(_region("recompute")) > _operators_of_backward(_plain)  # it sees replayed operators
+    counters = [Counter(), Counter()]
+    for run, counter in zip((plain, in_region()), counters, strict=True):
+        _gradients(run, backward=counter)
+    assert counters[0].count < counters[1].count  # it sees replayed operators
 
 
 def test_one_mode_among_others_that_may_change_results_suffices() -> None:
     with CountOperators(), MoreMul(), LiveStorages():
-        expected = _gradients(_plain, *_no_contexts())
+        expected = _gradients(plain)
         with LiveStorages():
-            assert_equal(_gradients(_region("recompute"), *_no_contexts()), expected)
+            assert_equal(_gradients(in_region()), expected)
 
 
 @pytest.mark.parametrize("kind", ["rerun", "replay"])

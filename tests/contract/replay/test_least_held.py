@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from oracle import in_region, plain, theirs
 from random_programs import many_draws
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformer_block import Block
 
 import actckpt
@@ -148,26 +149,14 @@ def _measure(run: Any) -> tuple[int, int]:
     return held, live.peak_bytes
 
 
-def test_keeping_matmuls_holds_and_peaks_no_higher_than_selective_checkpointing_of_torch() -> None:
+@pytest.mark.parametrize("policy", ["recompute", KEPT], ids=["recompute", "matmuls"])
+def test_a_policy_per_block_holds_and_peaks_no_higher_than_checkpoint_of_torch(policy: Any) -> None:
     contexts = functools.partial(create_selective_checkpoint_contexts, KEPT)
-    plain = _measure(lambda block, x: block(x))
-    theirs = _measure(lambda block, x: torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts))
-    ours = _measure(lambda block, x: actckpt.checkpoint(block, x, policy=KEPT))
-    print(f"held {ours[0] / plain[0]:.3f} (torch {theirs[0] / plain[0]:.3f}), ", end="")
-    print(f"peak {ours[1] / plain[1]:.3f} (torch {theirs[1] / plain[1]:.3f}) of plain")
-    assert ours[0] <= theirs[0]
-    assert ours[1] <= theirs[1]
-    assert ours[0] < 0.66 * plain[0]
-
-
-def test_recomputing_per_block_peaks_no_higher_than_checkpoint_of_torch() -> None:
-    theirs = _measure(lambda block, x: torch_checkpoint(block, x, use_reentrant=False))
-
-    def region(block: nn.Module, x: Tensor) -> Tensor:
-        with actckpt.region():
-            return block(x)
-
-    ours = _measure(region)
-    print(f"held {ours[0]} (torch {theirs[0]}), peak {ours[1]} (torch {theirs[1]})")
-    assert ours[0] <= theirs[0]
-    assert ours[1] <= theirs[1]
+    options = {"context_fn": contexts} if policy == KEPT else {}
+    plainly = _measure(plain)
+    torchs = _measure(functools.partial(theirs, **options))
+    ours = _measure(in_region(policy))
+    print(f"held {ours[0] / plainly[0]:.3f} (torch {torchs[0] / plainly[0]:.3f}), ", end="")
+    print(f"peak {ours[1] / plainly[1]:.3f} (torch {torchs[1] / plainly[1]:.3f}) of plain")
+    assert ours[0] <= torchs[0] and ours[1] <= torchs[1]
+    assert ours[0] < 0.66 * plainly[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's name
+from layout_programs import PROGRAMS as PROGRAMS_OF_LAYOUTS
 from on_device import memory_of
 from oracle import assert_equal, leaf, theirs
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -38,33 +38,10 @@ def _identical() -> Any:
     return saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
-def _attention(h: torch.Tensor) -> torch.Tensor:
-    q, k, v = h.repeat(1, 3).chunk(3, dim=1)
-    return F.scaled_dot_product_attention(q[None], k[None].sin(), v[None]).exp().sum()
-
-
-PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "activations": lambda h: (h.sin().exp() * h.tanh()).sigmoid().sum(),
-    "the input itself": lambda h: (h * h).sum() + (h * h.sin()).sum(),
-    "matmuls": lambda h: (h @ h.T).exp().mean() + (h.T.sin() @ h).cos().mean(),
-    "views of one storage": lambda h: (h * h.t() + h[0] * h[:, 1:2].exp()).sum() + h.view(36).sin().sum(),
-    "chunks": lambda h: sum((part.sin() * part).sum() for part in h.chunk(3, dim=1)),
-    "chunks of a projection": lambda h: sum((p * p.exp()).mean() for p in (h @ h).tanh().chunk(3, dim=1)),
-    "expanded": lambda h: (h.sum(1)[:, None].expand(6, 30).sin() * h.mean().expand(6, 30)).sum(),
-    "slices with steps": lambda h: (h[::2, 1::3].sin() * h[1::2, ::3].cos() * h[::2, 1::3]).sum(),
-    "complex": lambda h: (torch.complex(h, h.sin()).conj() * torch.complex(h, h).exp()).abs().sum(),
-    "masks": lambda h: torch.where(h.detach() > 0, h.sin(), h.cos()).exp().sum() + h.relu().square().sum(),
-    "in place": lambda h: h.clone().mul_(2).sin_().exp_().mul(h).sum(),
-    "in place on a part": lambda h: _part_in_place(h).sin().sum(),
-    "dropout and norms": lambda h: F.layer_norm(F.dropout(h, 0.3), (6,)).exp().mean(),
-    "attention": _attention,
-}
-
-
-def _part_in_place(h: torch.Tensor) -> torch.Tensor:
-    copy = (h * 2).clone()
-    copy[0].mul_(3)
-    return copy.exp()
+#: Hooks that clone need strided tensors. A linear system that was rounded may have no solution, and products of some
+#: sizes differ where a factor is no longer transposed.
+_LEFT_OUT = ("sparse", "linear algebra", "several sizes")
+PROGRAMS = {name: program for name, program in PROGRAMS_OF_LAYOUTS.items() if name not in _LEFT_OUT}
 
 
 POLICIES: dict[str, Any] = {
@@ -76,7 +53,7 @@ POLICIES: dict[str, Any] = {
 
 def _gradient(method: Callable[..., Any], program: str, hooks: Hooks) -> torch.Tensor:
     torch.manual_seed(3)
-    x = leaf(6, 6)
+    x = leaf(8, 8)
     h = x * 1
     with hooks():
         y = method(PROGRAMS[program], h)
@@ -106,8 +83,12 @@ def test_gradients_inside_hooks_are_those_of_plain_autograd(program: str, policy
         assert_equal(_gradient(method, program, hooks), expected)
 
 
+#: They save fewer bytes than the input has: a region gives these to the hooks, and they round nothing else.
+_ON_FEW_BYTES = ("scalars", "half precision")
+
+
 @pytest.mark.parametrize("audit", ["first", "always"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if name not in _ON_FEW_BYTES])
 def test_gradients_inside_hooks_that_round_are_those_of_torchs_checkpoint(program: str, audit: Any) -> None:
     actckpt.configure(audit=audit)
     expected = _gradient(theirs, program, _lossy)

@@ -12,7 +12,6 @@ import torch
 from oracle import CountOperators, Programs, assert_equal
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own name
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import actckpt
 
@@ -61,14 +60,6 @@ def _assert_as_plain(program: Callable[[Tensor, Any], Tensor], policy: Any, **op
     assert_equal(found[1], found[0])
 
 
-@programs
-def the_sdpa_backend_of_the_forward(x: Tensor, region: Any) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH), region():
-        q = x.view(1, 2, 4, 4)
-        y = F.scaled_dot_product_attention(q * 2, q * 3, q, dropout_p=0.5)
-        return y.sin() * y
-
-
 @torch.library.custom_op("actckpt_test::noisy", mutates_args=())
 def noisy(x: Tensor) -> Tensor:
     """Draw random numbers without telling anybody."""
@@ -110,15 +101,6 @@ def noise_that_autograd_saves_before_it_is_written(x: Tensor, region: Any, in_pl
         return F.rrelu(x * 3, training=True) * x
 
 
-@programs.each(training=[False, True])
-def statistics_that_batch_norm_writes_unseen(x: Tensor, region: Any, training: bool) -> Tensor:
-    mean, variance = torch.zeros(4), torch.ones(4)
-    with region():
-        y = F.batch_norm(x.sin(), mean, variance, training=True)
-        y = F.batch_norm(y.cos(), mean, variance, training=training)
-        return y.sin() * variance * mean
-
-
 @programs.each(make=[torch.Tensor.to_sparse_coo, torch.Tensor.to_sparse_csr], inside=[True, False])
 def a_sparse_argument_that_changes(x: Tensor, region: Any, make: Any, inside: bool) -> Tensor:
     matrix = make(torch.rand(8, 8))
@@ -157,20 +139,6 @@ def an_out_argument_that_was_resized(x: Tensor, region: Any, case: str) -> Tenso
         else:
             torch.linalg.qr(torch.rand(4, 4), mode="r", out=(out, torch.empty(0)))
         return alias * x
-
-
-@programs
-def a_region_in_a_checkpoint_in_a_region(x: Tensor, region: Any) -> Tensor:
-    def block(x: Tensor, region: Any) -> Tensor:
-        with region():
-            y = x.sin() * x
-            y = y * y
-        return y.cos() * y
-
-    with region():
-        y = actckpt.checkpoint(block, x * 2, region)  # not a leaf
-        y = actckpt.checkpoint(block, y.view(4, 8), region)
-    return actckpt.checkpoint(block, x, region) * y.view(8, 4)
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {

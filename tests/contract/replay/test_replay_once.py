@@ -20,17 +20,6 @@ import actckpt
 pytestmark = pytest.mark.usefixtures("no_audit")
 
 
-@pytest.mark.parametrize("n", [2, 16, 128])
-def test_a_chain_whose_values_each_feed_a_saved_one_is_replayed_once(n: int) -> None:
-    x = torch.linspace(0, 1, 64, requires_grad=True)
-    (expected,) = torch.autograd.grad(chain(x, n), x)
-    with actckpt.region():
-        loss = chain(x, n)
-    gradients: list[Tensor] = []
-    assert num_replayed(lambda: gradients.extend(torch.autograd.grad(loss, x))) <= 2 * n
-    assert torch.equal(gradients[0], expected)
-
-
 @pytest.mark.parametrize("mode", range(4))
 @pytest.mark.parametrize("policy", ["recompute", ["aten.mm", "aten.mul.Tensor", "aten.native_layer_norm"]])
 def test_no_operator_of_a_random_program_runs_more_than_once_more_per_backward(mode: int, policy: Any) -> None:

@@ -43,12 +43,12 @@ def wild(x: Tensor) -> Tensor:
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, raw: bool) -> None:
+    def __init__(self, function: Function) -> None:
         super().__init__()
-        self.raw = raw
+        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
-        return wild(x) if self.raw else tame(x)
+        return self.function(x)
 
     def tame(self, x: Tensor) -> Tensor:
         return tame(x)
@@ -117,20 +117,24 @@ def _checkpointed(function: Any) -> Function:
     return lambda x: actckpt.checkpoint(function, x, policy=[])
 
 
-_module = Layer(False)
+#: Ways to wrap a function so that its calls have a site of its own.
+_WRAPPED: dict[str, Callable[[Function], Function]] = {
+    "functions": lambda function: actckpt.region()(function),
+    "modules of one type": lambda function: actckpt.region()(Layer(function)),
+    "closures of one factory": lambda function: actckpt.region()(_through(function)),
+    "closures in closures": lambda function: actckpt.region()(_through(_through(function))),
+    "partials": lambda function: actckpt.region()(functools.partial(lambda f, x: f(x), function)),
+    "callable objects": lambda function: actckpt.region()(Callee(function)),
+    "checkpointed functions": _checkpointed,
+    "checkpointed closures": lambda function: _checkpointed(_through(function)),
+    "checkpointed objects": lambda function: _checkpointed(Callee(function)),
+}
+_layer = Layer(tame)
 _PAIRS: dict[str, tuple[Function, Function]] = {
-    "functions": (actckpt.region()(tame), actckpt.region()(wild)),
+    **{name: (wrap(tame), wrap(wild)) for name, wrap in _WRAPPED.items()},
     "methods of a class": (Methods().tame, Methods().wild),
-    "methods of a module": (actckpt.region()(_module.tame), actckpt.region()(_module.wild)),
-    "modules of one type": (actckpt.region()(Layer(False)), actckpt.region()(Layer(True))),
-    "closures of one factory": (actckpt.region()(_through(tame)), actckpt.region()(_through(wild))),
-    "closures in closures": (actckpt.region()(_through(_through(tame))), actckpt.region()(_through(_through(wild)))),
-    "partials": tuple(actckpt.region()(functools.partial(lambda f, x: f(x), f)) for f in (tame, wild)),
-    "callable objects": (actckpt.region()(Callee(tame)), actckpt.region()(Callee(wild))),
-    "checkpointed functions": (_checkpointed(tame), _checkpointed(wild)),
-    "checkpointed methods": (_checkpointed(_module.tame), _checkpointed(_module.wild)),
-    "checkpointed closures": (_checkpointed(_through(tame)), _checkpointed(_through(wild))),
-    "checkpointed objects": (_checkpointed(Callee(tame)), _checkpointed(Callee(wild))),
+    "methods of a module": (actckpt.region()(_layer.tame), actckpt.region()(_layer.wild)),
+    "checkpointed methods": (_checkpointed(_layer.tame), _checkpointed(_layer.wild)),
     "exit stacks": (_stacked(tame), _stacked_elsewhere(wild)),
     "generators as contexts": (_with_mine, _with_mine_too),
 }
