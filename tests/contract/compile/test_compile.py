@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from offload_oracle import unique_saved_bytes
-from oracle import CountOperators, assert_equal, leaf, mlp, ours
+from oracle import CountOperators, assert_equal, in_offload, leaf, mlp, ours
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import actckpt
@@ -32,16 +32,6 @@ def test_keywords_of_the_function_and_of_checkpoint_are_passed_on() -> None:
     assert_equal(torch.autograd.grad(y.sum(), (x, m)), torch.autograd.grad(function(x, m=m).sum(), (x, m)))
 
 
-@pytest.mark.parametrize(
-    "keywords",
-    [{"policy": "offload"}, {"use_reentrant": True}, {"rng_trackers": [object]}],
-    ids=lambda keywords: next(iter(keywords)),
-)
-def test_keywords_that_cannot_be_honoured_raise(keywords: dict[str, Any]) -> None:
-    with pytest.raises(Exception, match=r"cannot be honoured|not supported"):
-        _compiled(lambda x: ours(torch.sin, x, **keywords))(leaf(3))
-
-
 @pytest.mark.parametrize("holds", ["parameters", "a closure"])
 def test_compiled_code_inside_a_region_is_bit_equal_to_it_plain(holds: str) -> None:
     model, x, factor = mlp(), leaf(3, 8), leaf(3, 8)
@@ -52,22 +42,21 @@ def test_compiled_code_inside_a_region_is_bit_equal_to_it_plain(holds: str) -> N
         assert_equal(torch.autograd.grad(ours(compiled, x).sum(), inputs), expected)
 
 
-@pytest.mark.parametrize("kind", ["context", "decorator"])
+@actckpt.offload(min_bytes=0)
+def _decorated(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x)
+
+
+@pytest.mark.parametrize("kind", ["context", "decorator", "applied model"])
 def test_offloading_inside_a_compiled_function_moves_and_is_bit_equal(kind: str) -> None:
     """The graph breaks; the hooks themselves are not compiled, which would warn."""
-    model, x = mlp(), leaf(64, 8)
-
-    @actckpt.offload(min_bytes=0)
-    def decorated(x: torch.Tensor) -> torch.Tensor:
-        return model(x).sin()
-
-    def entered(x: torch.Tensor) -> torch.Tensor:
-        with actckpt.offload(min_bytes=0):
-            return model(x).sin()
-
-    inner = decorated if kind == "decorator" else entered
-    compiled = torch.compile(lambda x: inner(x * 2).cos(), backend="aot_eager")
-    expected = torch.autograd.grad(model(x * 2).sin().cos().sum(), [x, *model.parameters()])
+    model, x = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2)), leaf(64, 8)
+    ways = {"context": in_offload(), "decorator": _decorated, "applied model": lambda model, x: model(x)}
+    inputs = [x, *model.parameters()]
+    expected = torch.autograd.grad(model(x * 2).cos().sum(), inputs)
+    if kind == "applied model":
+        actckpt.apply(model, policy="offload", min_bytes=0)
+    compiled = torch.compile(lambda x: ways[kind](model, x * 2).cos(), backend="aot_eager")
     for _ in range(3):
         actckpt.reset_stats()
         with warnings.catch_warnings(record=True) as warned:
@@ -75,18 +64,7 @@ def test_offloading_inside_a_compiled_function_moves_and_is_bit_equal(kind: str)
             y = compiled(x)
         assert not [warning for warning in warned if "actckpt" in str(warning.message)]
         assert actckpt.stats().offloaded_bytes > 0
-        assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
-
-
-def test_an_applied_model_that_offloads_compiles_with_graph_breaks() -> None:
-    model = torch.nn.Sequential(mlp(), mlp(), torch.nn.Linear(8, 2))
-    x = leaf(64, 8)
-    expected = torch.autograd.grad(model(x).sum(), [x, *model.parameters()])
-    actckpt.apply(model, policy="offload", min_bytes=0)
-    actckpt.reset_stats()
-    y = torch.compile(model, backend="aot_eager")(x)
-    assert actckpt.stats().offloaded_bytes > 0
-    assert_equal(torch.autograd.grad(y.sum(), [x, *model.parameters()]), expected)
+        assert_equal(torch.autograd.grad(y.sum(), inputs), expected)
 
 
 def test_a_budget_says_that_it_makes_no_plan_for_a_compiled_model() -> None:
@@ -105,48 +83,6 @@ def test_a_budget_says_that_it_makes_no_plan_for_a_compiled_model() -> None:
         assert_equal(gradients, expected)
     assert actckpt.report(model).plan is None
     actckpt.remove(model)  # with the meter of the last step
-
-
-class _Layer(torch.nn.Module):
-    """Of the program: modules of torch alone are not compiled by the method."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x)
-        return result
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # read by the compiler
-@pytest.mark.parametrize("way", ["block.compile()", "the same after apply", "torch.compile(block)"])
-def test_a_budget_makes_a_plan_for_compiled_blocks(way: str) -> None:
-    model = torch.nn.Sequential(*(_Layer(mlp()) for _ in range(4)), _Layer(torch.nn.Linear(8, 2)))
-    x = leaf(64, 8)
-
-    def compile_blocks() -> None:
-        for number in range(5):  # the head, too
-            if way == "torch.compile(block)":
-                model[number] = torch.compile(model[number], backend="aot_eager", fullgraph=True)
-            else:
-                model[number].compile(backend="aot_eager", fullgraph=True)
-
-    if way != "the same after apply":
-        compile_blocks()
-    parameters = list(model.parameters())
-    expected = torch.autograd.grad(model(x).sum(), [x, *parameters])
-    blocks = [str(number) for number in range(4)]
-    actckpt.apply(model, blocks=blocks, activation_budget="60%")
-    if way == "the same after apply":
-        compile_blocks()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "apply:")
-        for _ in range(4):
-            assert_equal(torch.autograd.grad(model(x).sum(), [x, *parameters]), expected)
-    assert actckpt.report(model).plan is not None
-    actckpt.remove(model)
-    assert_equal(torch.autograd.grad(model(x).sum(), [x, *parameters]), expected)
 
 
 def test_the_budget_of_the_compiler_that_the_warning_names_saves_less() -> None:
@@ -195,6 +131,7 @@ _KEEP_ADDMM: dict[str, Any] = {
     "PerOp that keeps the rest": actckpt.policies.PerOp({"aten.gelu": "recompute"}, default="keep"),
     "keep": "keep",
     "Action": actckpt.Action.KEEP,
+    "preset": "matmuls",
     "function": lambda ctx, op, *args, **kwargs: op == _ADDMM.default,
     "partial": partial(lambda kept, ctx, op, *args, **kwargs: op == kept, _ADDMM.default),
     "object": _Policy(),
@@ -258,25 +195,34 @@ def _moving(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return found
 
 
-_MOVING: dict[str, dict[str, Any]] = {
-    "Action": {"policy": actckpt.Action.OFFLOAD},
-    "PerOp": {"policy": actckpt.policies.PerOp({"aten.addmm": "offload"})},
-    "PerOp default": {"policy": actckpt.policies.PerOp({}, default="prefer_offload")},
-    "function": {"policy": _moving},
-    "object": {"policy": _moves},
-    "context_fn": {"context_fn": partial(create_selective_checkpoint_contexts, _moving)},
+#: No compiler of torch 2.13 reads the tag of what is to be moved: it would be kept, or recomputed, without a word.
+_MOVES = r"actckpt\.checkpoint: .*torch\.compile of torch \S+ moves nothing: keep or"
+_BY_VALUE = r"actckpt\.checkpoint: this policy cannot be honoured .* a PerOp of keep and"
+_UNKNOWN = r"cannot be honoured|not supported"
+_RAISING: dict[str, tuple[str, dict[str, Any]]] = {
+    "use_reentrant": (_UNKNOWN, {"use_reentrant": True}),
+    "rng_trackers": (_UNKNOWN, {"rng_trackers": [object]}),
+    "Action": (_MOVES, {"policy": actckpt.Action.OFFLOAD}),
+    "PerOp": (_MOVES, {"policy": actckpt.policies.PerOp({"aten.addmm": "offload"})}),
+    "PerOp default": (_MOVES, {"policy": actckpt.policies.PerOp({}, default="prefer_offload")}),
+    "moving function": (_MOVES, {"policy": _moving}),
+    "moving object": (_MOVES, {"policy": _moves}),
+    "moving context_fn": (_MOVES, {"context_fn": partial(create_selective_checkpoint_contexts, _moving)}),
+    "values": (_BY_VALUE, {"policy": lambda info: "keep"}),
+    "values, a default": (_BY_VALUE, {"policy": lambda info, limit=3: "keep"}),
+    "values, a partial": (_BY_VALUE, {"policy": partial(lambda limit, info: "keep", 3)}),
+    "name": (_BY_VALUE, {"policy": "prefer_offload"}),
 }
 
 
-@pytest.mark.skipif(
-    not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason=f"torch {torch.__version__} has no MUST_CPU_OFFLOAD"
-)
-@pytest.mark.parametrize("keywords", _MOVING)
-def test_what_must_be_moved_raises_one_line_that_names_actckpt(keywords: str) -> None:
-    """No compiler of torch 2.13 reads the tag: it would be kept, or recomputed, without a word."""
+@pytest.mark.parametrize("keywords", _RAISING)
+def test_what_cannot_be_honoured_raises_one_line_that_names_actckpt(keywords: str) -> None:
+    if keywords.startswith("moving") and not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):
+        pytest.skip(f"torch {torch.__version__} has no MUST_CPU_OFFLOAD")
+    message, options = _RAISING[keywords]
     model, x = mlp(), leaf(3, 8)
-    with pytest.raises(Exception, match=r"actckpt\.checkpoint: .*torch\.compile of torch \S+ moves nothing: keep or"):
-        _compiled(lambda x: ours(model, x, **_MOVING[keywords]))(x)
+    with pytest.raises(Exception, match=message):
+        _compiled(lambda x: ours(model, x, **options))(x)
 
 
 def test_what_prefers_to_be_moved_compiles_as_in_torch() -> None:
@@ -287,16 +233,6 @@ def test_what_prefers_to_be_moved_compiles_as_in_torch() -> None:
 
     compiled = _compiled(lambda x: ours(model, x, policy=policy))
     assert_equal(torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(model(x).sum(), x))
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [lambda info: "keep", lambda info, limit=3: "keep", partial(lambda limit, info: "keep", 3), "prefer_offload"],
-)
-def test_a_policy_that_does_not_go_by_operator_raises_and_says_which_do(policy: Any) -> None:
-    model, x = mlp(), leaf(3, 8)
-    with pytest.raises(Exception, match=r"actckpt\.checkpoint: this policy cannot be honoured .* a PerOp of keep and"):
-        _compiled(lambda x: ours(model, x, policy=policy))(x)
 
 
 @pytest.mark.parametrize("policy", ["offload", actckpt.policies.PerOp({"aten.addmm": "offload"})], ids=str)

@@ -107,14 +107,6 @@ def test_a_region_around_a_compiled_block_does_what_torchs_selective_checkpoint_
     torch._dynamo.reset()
 
 
-def test_the_first_call_may_compile_inside_of_a_region() -> None:
-    torch._dynamo.reset()
-    module = torch.compile(torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU()))
-    x = leaf(2, 4, 16, 16)
-    first = _gradients(actckpt.region(POLICIES["values"])(module), x, module)
-    assert_equal(first, _gradients(module, x, module))
-
-
 @runs_compiled
 def test_a_policy_around_a_compiled_block_holds_no_more_than_torch_from_the_second_call_on() -> None:
     function, x = _fresh_block(), leaf(ROWS, WIDTH)

@@ -45,17 +45,28 @@ def _by_function(block: _Block) -> nn.Module:
 
 
 _WAYS = {"block.compile()": _by_method, "torch.compile(block)": _by_function}
+#: Blocks that are compiled once they have a budget.
+_LATER = "block.compile() after apply"
 
 
 class _Training:
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
         self.blocks = [_Block() for _ in range(3)]
-        self.model = nn.Sequential(*(_WAYS[way](block) for block in self.blocks), nn.Linear(16, 16))
+        self.model = nn.Sequential(*self.blocks, nn.Linear(16, 16))
         self.x = torch.randn(64, 16, requires_grad=True)  # so that all blocks have the same graph
+        self.way = way
+        if way != _LATER:
+            self.compile()
+
+    def compile(self) -> None:
+        for number, block in enumerate(self.blocks):
+            self.model[number] = _WAYS.get(self.way, _by_method)(block)
 
     def apply(self) -> None:
         actckpt.apply(self.model, blocks=["0", "1", "2"], activation_budget="60%")
+        if self.way == _LATER:
+            self.compile()
 
     def loss(self) -> Tensor:
         return self.model(self.x).square().mean()
@@ -75,15 +86,18 @@ def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_each_graph_is_compiled_once(way: str) -> None:
+@pytest.mark.parametrize("way", [*_WAYS, _LATER])
+def test_each_graph_is_compiled_once_and_a_budget_makes_a_plan(way: str) -> None:
     training = _Training(way)
     training.apply()
-    with torch._dynamo.config.patch(error_on_recompile=True):
+    with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", "apply:")
         gradients = [training.gradients() for _ in range(5)]
-    expected = _Training(way).gradients()
-    for found in gradients:
-        assert_equal(found, expected)
+    expected = _Training("block.compile()").gradients()
     assert training.num_eager == 0 and actckpt.report(training.model).plan is not None
+    actckpt.remove(training.model)
+    for found in (*gradients, training.gradients()):
+        assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("strict", [False, True])
