@@ -51,6 +51,9 @@ class Backend {
   virtual void copy_out(Stream stream, const Segment& host, std::uintptr_t src) = 0;
   virtual void copy_in(Stream stream, std::uintptr_t dst, const Segment& host) = 0;
 
+  // Whether copies have ended when their calls return.
+  virtual bool is_synchronous() const { return false; }
+
   // No call of the device from now on: each throws.
   virtual void close() noexcept {}
 

@@ -164,7 +164,9 @@ bool DeviceEngine::write_pieces(Lock& lock, std::uintptr_t src, DeviceTicket* ti
     }
     ticket->flight->d2h = piece->d2h;
   }
-  spills_.advance();
+  if (backend_->is_synchronous()) {
+    spills_.advance();
+  }
   unwoken_bytes_ += ticket->bytes;
   wake_for(must ? unwoken_bytes_ : kWakeBytes);
   if (has_waited) {

@@ -30,9 +30,10 @@ UNSEEN = {
     "Swap": "lives as long as a block",
     "OffloadSession": "holds a store, a meter and numbers",
     **dict.fromkeys(
-        ["Bytes", "CpuStore", "DeviceTicket", "NativeStore"],
+        ["Bytes", "DeviceTicket", "EngineStore", "EngineTicket", "NativeStore", "StoreTicket"],
         "holds memory",
     ),
+    "TorchStreams": "holds an accelerator, of which there is one for each kind of device, and its streams",
     "DeviceEngine": "holds memory, and a function that tells the allocator of its uses",
     **dict.fromkeys(
         ["DeviceStats", "PoolStats", "SpillStats", "Pool", "PoolBlock", "SpillBlock", "SpillFile"],

@@ -37,6 +37,7 @@ struct Rig {
     Below below;
     below.tier = std::make_shared<DiskTier>(std::make_shared<SpillFile>(spill, std::move(io)), workers);
     below.wake = [this] { workers->wake(); };
+    below.help = [this] { return workers->run_one(); };
     DeviceConfig config;
     config.window_bytes = 100'000;
     config.spill = {4 * kGranule, 4, 4};
