@@ -25,8 +25,9 @@ def _in(context: Callable[[], Any], method: Checkpoint = plain) -> Checkpoint:
     return inside
 
 
-def _identity() -> Any:
-    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+def _aliases() -> Any:
+    """Return hooks that hold aliases: a result that is held with its graph would hold itself, in torch too."""
+    return saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
 
 
 #: What a region of the program becomes, by its depth.
@@ -43,7 +44,7 @@ _WAYS: dict[str, Checkpoint] = {
     "region that offloads": in_region(actckpt.policies.PerOp({"aten.mm": "offload"})),
     "region in save_on_cpu": _in(save_on_cpu, in_region()),
     "save_on_cpu": _in(save_on_cpu),
-    "identity": _in(_identity),
+    "aliases": _in(_aliases),
 }
 
 
