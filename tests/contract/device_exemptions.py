@@ -23,6 +23,7 @@ _FREED = "is about memory of the CPU that is freed or enlarged while workers wri
 _FILE = "is about a file that workers write straight from CPU tensors; device tensors get there by bounce buffers"
 _COUNTERS = "asks for what the store of CPU tensors counts"
 _HOOKS = "compares hooks that copy between devices, under a mode that changes what copies make, with no hooks"
+_KEPT = "expects that cumsum is replayed, which accelerators keep: it is not deterministic there"
 _OF_CPU = "is about operators, kernels or tensors of the CPU"
 _COUNT_THEMSELVES = "counts versions, as the recorder does where kernels do not; those of devices do"
 _FORWARD_MODE = "torch's forward-mode derivatives end the process on the simulated device, without actckpt too"
@@ -92,6 +93,7 @@ EXEMPT: dict[str, str] = {
     "[hooks noise]": _HOOKS,
     "replay/test_dispatch_modes.py::test_a_mode_around_a_part_of_a_step_changes_what_it_changes_in_plain_autograd"
     "[nested noise]": _HOOKS,
+    "replay/test_replay_hooks.py::test_gradients_inside_hooks_that_round_are_those_of_torchs_checkpoint[scan]": _KEPT,
     f"{_MATCHES}test_a_policy_that_matches_nothing_warns_once_per_place_and_names_what_runs": _OF_CPU,
     f"{_AUDIT}test_workspaces_are_not_compared_where_a_policy_keeps_the_results_before_them": _OF_CPU,
     "replay/test_replay_nesting.py::test_rule_10_flex_attention_in_a_region": _OF_CPU,
@@ -140,6 +142,7 @@ CHANGING = {
     f"{_OFFLOAD}stays.py::test_a_tensor_changed_and_saved_again_comes_back_as_it_was_then",
     f"{_OFFLOAD}stays.py::test_a_change_of_an_output_or_a_parameter_raises",
     "replay/test_replay_aliases.py::test_a_change_that_plain_autograd_notices_never_gives_another_gradient",
+    "replay/test_replay_backward.py::test_a_backward_that_changes_what_it_saved_spoils_nothing_else",
     "replay/test_replay_property.py::test_random_programs_are_bit_equal_to_plain_autograd",
     "contract/test_quantized_tensors.py::test_quantized_weights_that_an_optimizer_changed_are_saved",
     "offload/test_prefer_offload.py::test_what_found_no_room_is_watched_for_changes_as_any_that_is_kept",
