@@ -1,7 +1,7 @@
 // A store over an engine, which the offload hooks call directly: of CPU tensors, or of those of an accelerator.
 //
 // An accelerator's store knows its streams: put and get are of the stream that is current on the tensor's device in the
-// calling thread. What stays, and what fails without a loss, is told by actckpt/_offload/notices.py.
+// calling thread. actckpt/_offload/notices.py logs which tensors stay, and which writes fail without a loss.
 // Thread rule: GIL held; calls that wait release it. Ownership: tickets share the engine; they are used while the
 // store's Python object is alive.
 

@@ -145,7 +145,7 @@ def test_forwards_without_gradients_between_calls_count_for_nothing_in_the_first
     for each in (twins.model, twins.plain):
         each.blocks[0].register_forward_pre_hook(_look)
     apply_budget(twins.model, "60%", blocks="blocks.*")
-    # First steps, of all and of a plan: checksums are taken of what it computes again.
+    # In the first steps without and with the plan, audits compute checksums of recomputed values.
     twins.step(step, 2 if on_device.device_type == "cpu" else 5)
     for _ in range(2):
         peak = twins.step(step)

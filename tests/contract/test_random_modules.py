@@ -23,7 +23,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Runs the steps that it is told, in order."""
+    """Runs the named steps, in order."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__()

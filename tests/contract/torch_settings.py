@@ -78,7 +78,7 @@ def _public_names(path: str, module: Any) -> Iterator[str]:
             yield f"{path}.{name}"
 
 
-#: Names of what tells, and sets nothing.
+#: Names of functions that read settings and set none.
 _TELLS = re.compile(
     r".*\.(is|can_use|get|all|available)_\w+|.*backends\.\w+\.version|.*_(sdp_enabled|sdp_allowed)"
     r"|torch\.backends\.(flags_frozen|quantized\.supported_engines|xnnpack\.enabled)"

@@ -68,7 +68,7 @@ def test_the_slower_of_host_and_device_counts(host: SimpleNamespace, host_s: flo
         (3.0, 1.0, 0.5),
         # It hides 2 s and 4 s, which is what eight values take.
         (1.0, 3.0, 0.0),
-        # It hides half of what they take in forward, and all in backward.
+        # The device hides half of their host time in forward, and all of it in backward.
         (1.0, 2.0, 0.125),
     ],
 )

@@ -195,7 +195,7 @@ def _moving(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return found
 
 
-#: No compiler of torch 2.13 reads the tag of what is to be moved: it would be kept, or recomputed, without a word.
+#: No compiler of torch 2.13 reads the tag for offloading: the value would be kept or recomputed, without a warning.
 _MOVES = r"actckpt\.checkpoint: .*torch\.compile of torch \S+ moves nothing: keep or"
 _BY_VALUE = r"actckpt\.checkpoint: this policy cannot be honoured .* a PerOp of keep and"
 _UNKNOWN = r"cannot be honoured|not supported"

@@ -293,7 +293,7 @@ def test_a_module_that_changes_buffers_in_training_only_is_right_after_evaluatio
 
 
 class Late(Average):
-    """Changes its buffer once it is told to."""
+    """Changes its buffer in the forward if a flag is set."""
 
     def __init__(self, *, reads: bool) -> None:
         super().__init__(MOVES["in place"])

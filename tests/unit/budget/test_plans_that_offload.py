@@ -69,7 +69,7 @@ def test_what_is_pinned_to_stay_is_not_made_again_by_a_rerun() -> None:
 
 
 class _Held:
-    """Stands for what the forward of a model has at hand."""
+    """Stands for an object that the caller holds while the error is raised."""
 
 
 def test_the_error_says_the_smaller_budget() -> None:

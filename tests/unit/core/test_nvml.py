@@ -1,4 +1,4 @@
-"""What is told of a GPU comes from NVIDIA's package, here a module of our own with its calls; all of it may lack."""
+"""Facts about a GPU come from NVIDIA's package, here a stand-in with its calls; each fact may be missing."""
 
 from __future__ import annotations
 

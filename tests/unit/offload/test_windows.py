@@ -1,4 +1,4 @@
-"""How much may be on its way to a store: the least of what owners, as blocks under a plan, allow while they run."""
+"""The limit of in-flight bytes of a store: the lowest limit of its owners, such as blocks under a plan."""
 
 from __future__ import annotations
 
