@@ -113,8 +113,8 @@ def configure(**settings: Unpack[SettingsKeywords]) -> Settings:
             package and of torch's tools. Values made below any other mode are kept.
         replay_order: a function from a `ReplayGraph` to the numbers of its steps in the order of execution; None: the
             built-in order, which minimizes the peak heuristically.
-        rescue: whether a rerun, replay or reload that runs out of memory in backward runs once more, after caches were
-            emptied.
+        rescue: whether what runs out of memory runs once more, after caches were emptied: reruns, replays and reloads
+            in backward, and on devices forwards of blocks under a budget.
     Returns:
         The current settings.
     Raises:

@@ -65,6 +65,8 @@ class Stats:
     copied_on_write_bytes: int
     #: Reruns, replays and reloads in backward that ran out of memory and ran once more.
     rescued_recomputations: int
+    #: Forwards of blocks under a budget that ran out of memory and ran once more.
+    rescued_forwards: int
 
     def _texts(self) -> dict[str, str]:
         """Return the fields that are not zero, with their units."""
@@ -123,7 +125,8 @@ _HELD = (
 def _totals() -> dict[str, float]:
     totals: dict[str, float] = dict(_C.offload_sums())
     totals["rerun_regions"] = _C.num_reruns()
-    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes", "rescued_recomputations"):
+    rescued = ("rescued_recomputations", "rescued_forwards")
+    for name in ("idle_offloads", "kept_opaque", "copied_on_write_bytes", *rescued):
         totals[name] = counters.value(name)
     totals["replayed_operators"] = _C.num_replayed()
     of_stores = counts.sums()

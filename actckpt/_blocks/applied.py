@@ -23,6 +23,7 @@ from actckpt._blocks.key_value_caches import without_cache
 from actckpt._blocks.planned_size import PlannedSize
 from actckpt._blocks.recording import RecordedCall
 from actckpt._blocks.reruns import checkpoint_around
+from actckpt._blocks.second_attempt import SecondAttempts
 from actckpt._blocks.windows import Windows
 from actckpt._checkpointed_call import checkpoint_call
 from actckpt._core import torch_private
@@ -174,6 +175,7 @@ class CheckpointedForward:
         #: As passed to `apply`: copies start with these.
         self._calls_as_applied = self._calls
         self.first_calls = FirstCalls(name)
+        self._second_attempts = SecondAttempts()
         #: The result of `block.compile()`, if this object runs around it.
         self.compiled: Callable[..., Any] | None = None
         #: The instance's own forward before, for example from another library's patch.
@@ -184,7 +186,7 @@ class CheckpointedForward:
         # A copy has not run, and a budget for this model is solved anew for the copy. The copy is not compiled either:
         # modules do not copy that.
         new: dict[str, Any] = {"has_run": False, "profiling_override": None, "planned_size": None, "compiled": None}
-        new["first_calls"] = FirstCalls(self.name)
+        new |= {"first_calls": FirstCalls(self.name), "_second_attempts": SecondAttempts()}
         return {**vars(self), "_calls": self._calls_as_applied, **new}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -283,14 +285,24 @@ class CheckpointedForward:
         call_settings = self._next_call()
         if call_settings.is_unplanned:
             self.group.tell_unplanned(self.name)
-        try:
-            if call_settings.windows is not None:
-                return call_settings.windows.run(self.group, lambda: self._run(call_settings, args, kwargs, record))
+        training = self.group.training
+        first = functools.partial(self._run_in_windows, call_settings, args, kwargs, record)
+        if training is None:
+            return first()
+
+        def second() -> Any:
+            training.ran_out_of_memory(self.name)
+            checkpointed = CallSettings({"policy": [], "drops_caches": True, "windows": call_settings.windows})
+            return self._run_in_windows(checkpointed, args, kwargs, None)
+
+        return self._second_attempts.run(self.block, (args, kwargs), first, second, training.explain)
+
+    def _run_in_windows(
+        self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None
+    ) -> Any:
+        if call_settings.windows is None:
             return self._run(call_settings, args, kwargs, record)
-        except RuntimeError as error:
-            if self.group.training is not None:
-                self.group.training.explain(error)
-            raise
+        return call_settings.windows.run(self.group, lambda: self._run(call_settings, args, kwargs, record))
 
     def _run(
         self, call_settings: CallSettings, args: tuple[Any, ...], kwargs: dict[str, Any], record: RecordedCall | None

@@ -87,11 +87,18 @@ class Training(Protocol):
         """Why there is no plan: none fits; empty: unknown."""
 
     @property
+    def rescued(self) -> str:
+        """Which blocks ran out of memory, and what was done; empty: none."""
+
+    @property
     def model_name(self) -> str:
         """The model's type, for messages."""
 
     def ran_unplanned(self, name: str) -> bool:
         """A block ran that the plan does not cover; return whether the next plan will."""
+
+    def ran_out_of_memory(self, name: str) -> None:
+        """The forward of a block ran out of memory, and runs a second time."""
 
     def explain(self, error: RuntimeError) -> None:
         """Add a table of memory by module to the error of a block that ran out of memory."""

@@ -93,6 +93,9 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
     if is_unplanned:
         entries = []  # the measured calls were not training
     refused = next((training.refused for training in trainings if training.refused), "")
+    rescued = "".join(training.rescued for training in trainings)
+    step = _recorded(groups, entries, plan, has_run=len(ran) > 0)
+    exceeds = f"The plan exceeds the budget. {refused}" if refused else ""
     return ReportData(
         blocks=tuple(applied),
         blocks_ran=ran,
@@ -101,19 +104,12 @@ def report_data(applied: Mapping[str, Any]) -> ReportData:
         entries=_without_storages(entries),
         plan=plan,
         race_steps_left=None if is_unplanned else max((one.race_steps_left for one in trainings), default=0),
-        note=(refused or _NO_PLAN) if is_unplanned else _note(groups, entries, plan, refused, has_run=len(ran) > 0),
+        note=(refused or _NO_PLAN) if is_unplanned else "\n".join(filter(None, (exceeds, rescued, step))),
     )
 
 
-def _note(
-    groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: Plan | None, refused: str, *, has_run: bool
-) -> str:
-    """Return which step was recorded, or why none was; and whether the plan exceeds the budget."""
-    exceeds = f"The plan exceeds the budget. {refused}" if refused else ""
-    return "\n".join(filter(None, (exceeds, _recorded(groups, entries, plan, has_run=has_run))))
-
-
 def _recorded(groups: Sequence[Any], entries: Sequence[tuple[str, Any]], plan: Plan | None, *, has_run: bool) -> str:
+    """Return which step was recorded, or why none was."""
     if entries and plan is not None:
         return kept_below_modes(entries) + f"Recorded: {_STEP_OF_PLAN}"
     if entries:

@@ -1,4 +1,4 @@
-"""Backward work that ran out of memory runs once more.
+"""Work that ran out of memory runs once more: in backward, and forwards of blocks (actckpt/_blocks/second_attempt.py).
 
 A rerun, a replay and a reload run once more if an allocation failed (csrc/core/rescue.h). Before that, the first
 attempt and its error are freed, all holders release bytes (NOTE [ Pressure ]), and the allocator returns its cached
@@ -49,9 +49,13 @@ def may_run_again(error: BaseException, begun: tuple[int | None, ...] | None) ->
     return begun is None or (None not in begun and begun == num_operations())
 
 
-def release_caches() -> None:
-    """Release the memory of caches."""
-    counters.add("rescued_recomputations", 1)
+def release_caches(counter: str = "rescued_recomputations") -> None:
+    """Release the memory of caches before a second attempt.
+
+    Args:
+        counter: of such attempts.
+    """
+    counters.add(counter, 1)
     pressure.release(_ALL)
     accelerator = devices.current()
     if accelerator is not None and accelerator.current_index() is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -41,6 +42,8 @@ _FIRST_EMPTY, _MOST_MEASURED = 16, 16
 _MOST_METERED, _ALIKE = 16, 0.99
 #: Maximum number of corrections after settled cycles that exceeded the budget, or a refused plan's peak by this share.
 _MOST_EXCESSES, _TOLERANCE = 16, 0.01
+#: What a plan may need after one ran out of memory, as a share.
+_LESS = 0.9
 #: On a device, one in this many settled cycles resets the peak.
 _CYCLES_PER_PEAK = 64
 
@@ -91,6 +94,8 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
+        #: What plans may need, if the device did not have the memory of an earlier one.
+        self._most_bytes = math.inf
         self._num_cycles = self._num_measured = self._num_less = 0
         self._num_excesses = 0
         #: Successive cycles that were to be measured but had no block with gradients.
@@ -107,6 +112,10 @@ class Kind:
     @property
     def num_trials_left(self) -> int:
         return 0 if self._trials is None else self._trials.num_cycles_left
+
+    @property
+    def _limit_bytes(self) -> float:
+        return min(self._budget_bytes, self._most_bytes)
 
     @property
     def can_be_shared(self) -> bool:
@@ -140,7 +149,7 @@ class Kind:
                 self.is_measured_now = False
             return self.is_measured_now
         if self.stage != "measure" and self._is_changed(static_bytes):
-            self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
+            self._plan_anew()
             self._static_bytes, self._num_less = static_bytes, 0
         self._num_cycles += 1
         if self.stage == "fit" and not self._is_solved:
@@ -194,6 +203,15 @@ class Kind:
             self._stage_before, self.stage = self.stage, "measure"
         return True
 
+    def plan_with_less(self) -> None:
+        """The device did not have the memory of the running plan: the next one needs less."""
+        if self.running_plan is not None:
+            self._most_bytes = _LESS * min(self._most_bytes, self.running_plan.peak_bytes)
+            self._plan_anew()
+
+    def _plan_anew(self) -> None:
+        self._attempts, self._trials, self.stage, self._is_solved = [], None, "fit", False
+
     def given_bytes(self, number: int) -> dict[str, tuple[float, ...]]:
         """Return, per block, the maximum bytes of each tensor passed to it in a forward of the measured cycle."""
         sizes = {} if self._model is None else most_given(self._model.calls)
@@ -240,7 +258,7 @@ class Kind:
         self._budget_bytes = self._solving.budget_bytes(self._model, costs)
         self.refused, self._infeasible_error = "", None
         try:
-            self.plan = self._solving.plan(self._model, costs, self._budget_bytes, self._budget_bytes)
+            self.plan = self._solving.plan(self._model, costs, self._budget_bytes, self._limit_bytes)
         except PlanInfeasibleError as error:
             self.plan = self._smallest(costs, error)
         self._is_solved = True
@@ -252,6 +270,8 @@ class Kind:
         least, is_late = error.smallest_bytes, self._has_run
         if least is None:
             raise error
+        if least <= self._budget_bytes:  # only the device does not have it
+            return self._solving.plan(self._model, costs, self._budget_bytes, least)
         others_bytes = max((kind.least_bytes() for kind in self._others() if kind is not self), default=0.0)
         facts = error, self._budget_bytes, self._static_bytes, self._forwards, others_bytes
         user_error = self._solving.user_error(self._model, costs, *facts)
@@ -277,7 +297,7 @@ class Kind:
         if is_held and self._stop_offloading():
             return
         is_over = cycle.peak_bytes > self._budget_bytes
-        is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._budget_bytes and self.plan.overhead_seconds > 0.0
+        is_unused = cycle.peak_bytes < (1 - _UNUSED) * self._limit_bytes and self.plan.overhead_seconds > 0.0
         if (is_over or is_unused) and len(self._attempts) <= _MOST_ROUNDS and self._solve_again(cycle):
             return
         # The fastest one that fits, or the smallest if none does.
@@ -336,7 +356,7 @@ class Kind:
         assert self.plan is not None and self._model is not None
         if any(self.plan.rerun) or any(map(BlockClass.is_recorded, self.plan.costs.blocks, self.plan.actions)):
             placed = functools.partial(self._solving.placed, self._model)
-            self._trials = trials_of(self.plan, self._budget_bytes, placed, self._config)
+            self._trials = trials_of(self.plan, self._limit_bytes, placed, self._config)
             self.stage = "settled" if self._trials is None else "try"
 
     def _tried(self, cycle: Cycle) -> None:

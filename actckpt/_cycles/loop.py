@@ -48,6 +48,7 @@ from actckpt._cycles.leftovers import Leftovers
 from actckpt._cycles.meter import meter_of, sweep
 from actckpt._cycles.metered_calls import MeteredCalls
 from actckpt._cycles.timeline import Cycle
+from actckpt._text.listed import listed
 from actckpt.errors import BlocksError
 from actckpt.planner.plans import Plan
 
@@ -101,6 +102,8 @@ class BudgetLoop:
         self._num_unread = self.num_forwards = 0
         #: Number of calls of each block.
         self.num_calls = Counter[str]()
+        #: Number of second attempts of each block.
+        self._num_rescued = Counter[str]()
         self._size: PlannedSize | None = None
         #: Whether a forward with gradients has started.
         self.is_called = False
@@ -136,6 +139,14 @@ class BudgetLoop:
     def refused(self) -> str:
         """Why the plan of the last kind of cycle exceeds the budget, or why there is none; else empty."""
         return "" if self._kind is None else self._kind.refused
+
+    @property
+    def rescued(self) -> str:
+        """Which forwards of blocks ran out of memory, and what was done; empty: none."""
+        each = [f"{name} ({number})" if number > 1 else name for name, number in self._num_rescued.items()]
+        return (
+            f"Ran out of memory in forward, and ran once more: {listed(each)}. Later plans need less." if each else ""
+        )
 
     @property
     def race_steps_left(self) -> int:
@@ -175,6 +186,19 @@ class BudgetLoop:
             self._cycle.is_void = True
             if not self._measure_again():
                 self._warn(texts.GROWS)
+
+    def ran_out_of_memory(self, name: str) -> None:
+        """The forward of a block ran out of memory, and runs a second time.
+
+        The rest of the forward recomputes everything, and the next cycle runs a plan with less memory.
+        """
+        self._num_rescued[name] += 1
+        self._warn(texts.RAN_OUT, block=name)
+        use_settings(self._forwards, {})
+        if self._cycle is not None:
+            self._cycle.is_void = True
+            if self._kind is not None:
+                self._kind.plan_with_less()
 
     def explain(self, error: RuntimeError) -> None:
         """Add a table of memory by module to the error of a block that ran out of memory."""

@@ -59,6 +59,7 @@ def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], c
     """Return trials of a measured plan and of simple policies; None if only one plan fits, or trials are off.
 
     Args:
+        budget_bytes: maximum peak of a candidate.
         placed: returns a plan with the places of its values in the model.
     """
     if not config.race or config.pins or num_ranks() > 1:  # several ranks would have to run them in step
@@ -67,7 +68,7 @@ def trials_of(plan: Plan, budget_bytes: float, placed: Callable[[Plan], Plan], c
     candidates = [Candidate("plan", plan, plan.peak_bytes, is_measured=True, fits=fits)]
     for name, other in simple_plans(plan.costs):
         if (other.actions, other.rerun) not in [(each.plan.actions, each.plan.rerun) for each in candidates]:
-            of_budget = placed(dataclasses.replace(other, budget_bytes=budget_bytes))
+            of_budget = placed(dataclasses.replace(other, budget_bytes=plan.budget_bytes))
             fits = other.peak_bytes <= budget_bytes
             probe = None if fits else probe_of(of_budget)
             candidates.append(Candidate(name, of_budget, other.peak_bytes, fits=fits, probe=probe))

@@ -15,6 +15,7 @@ __all__ = [
     "GROWS",
     "MANY_SIZES",
     "NO_OUTPUTS",
+    "RAN_OUT",
     "TWO_THREADS",
     "UNREAD",
     "Infeasible",
@@ -55,6 +56,13 @@ NO_OUTPUTS = WarningText(
     "tensor with a graph: the end of its step is unknown. Its blocks stay checkpointed until it returns one.",
     "If {model} calls backward itself, or returns an object that is no tuple, list, mapping or dataclass, give apply "
     "the part of it that returns what backward begins with. Or pass a policy in place of the budget.",
+    per="model",
+)
+RAN_OUT = WarningText(
+    "apply: the forward of block {block!r} of a {model} ran out of memory, although the plan fits into the budget. It "
+    "ran once more, checkpointed, with the random numbers and buffers of the first attempt. Results are the same, but "
+    "Python code of the block ran twice. The next steps run a plan with less memory.",
+    "Pass a smaller budget, or call actckpt.configure(rescue=False) to get the error.",
     per="model",
 )
 TWO_THREADS = (

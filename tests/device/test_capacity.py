@@ -74,6 +74,20 @@ def test_auto_follows_the_capacity(capacity: int, expected: list[torch.Tensor]) 
     assert 0.8 * 0.95 * capacity <= peaks[-1] <= 0.95 * capacity
 
 
+def test_after_a_forward_ran_out_of_memory_plans_need_less(expected: list[torch.Tensor]) -> None:
+    training = Training()
+    actckpt.apply(training.model, budget=20 << 20, race=False)
+    for _ in range(4):
+        training.gradients()
+    before_bytes = training.plan.peak_bytes
+    with device.failing_allocation(40), pytest.warns(actckpt.ActckptWarning, match="ran out of memory"):
+        assert_equal(training.gradients(), expected)
+    for _ in range(4):
+        assert_equal(training.gradients(), expected)
+    assert actckpt.stats().rescued_forwards == 1
+    assert 0.85 * before_bytes < training.plan.peak_bytes <= 0.9 * before_bytes
+
+
 def test_a_plan_is_found_on_a_device_that_is_too_small_for_the_plain_step(expected: list[torch.Tensor]) -> None:
     capacity = 9 << 20  # `plan` runs steps and blocks to measure them: checksums of the first ones need room as well
     with device.capacity(0, capacity):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import ClassVar
 
 import pytest
 import torch
@@ -111,6 +112,7 @@ def expected() -> list[Tensor]:
     return Step().expected
 
 
+@pytest.mark.filterwarnings("ignore:apply. the forward of block:actckpt.ActckptWarning")
 @pytest.mark.parametrize("method", _METHODS)
 def test_any_allocation_that_fails_gives_the_same_bits_or_an_error(method: str, expected: list[Tensor]) -> None:
     step = Step(_METHODS[method])
@@ -128,6 +130,41 @@ def test_any_allocation_that_fails_gives_the_same_bits_or_an_error(method: str, 
             assert step.bytes_left() == step.held_bytes, failing
     assert 0 < num_raised < step.num_allocations or method == "kept"
     assert (actckpt.stats().rescued_recomputations > 0) == (method != "kept")
+    assert (actckpt.stats().rescued_forwards > 0) == (method == "budget")
+
+
+_CHANGES: dict[str, Callable[[Block, Tensor], object]] = {
+    "input": lambda block, x: x.detach().mul_(1.0),
+    "parameter": lambda block, x: block.down.bias.detach().mul_(1.0),
+    "list of losses": lambda block, x: block.losses.append(block.up(x).mean()),
+    "module": lambda block, x: setattr(block, "up", torch.nn.Linear(16, 32, device=x.device)),
+}
+
+
+@pytest.mark.parametrize("change", [None, *_CHANGES])
+def test_a_forward_runs_again_unless_that_could_change_results(change: str | None, expected: list[Tensor]) -> None:
+    step = Step(_budgeted)
+    block, failed = step.model.layers[1], []
+
+    class FailsOnce(Block):
+        losses: ClassVar[list[Tensor]] = []
+
+        def forward(self, x: Tensor, generator: torch.Generator) -> Tensor:
+            result = super().forward(x, generator)
+            if not failed:
+                failed.append(_CHANGES[change](self, x) if change else None)
+                raise torch.OutOfMemoryError("no memory left")
+            return result
+
+    block.__class__ = FailsOnce
+    if change is None:
+        with pytest.warns(actckpt.ActckptWarning, match="block 'layers.1' of a Model ran out of memory"):
+            assert_equal(step.results(), expected)
+        assert "Ran out of memory in forward, and ran once more: layers.1." in str(actckpt.report(step.model))
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
+            step.results()
+    assert actckpt.stats().rescued_forwards == (change is None)
 
 
 def _text(error: BaseException) -> str:
