@@ -74,6 +74,13 @@ def test_auto_follows_the_capacity(capacity: int, expected: list[torch.Tensor]) 
     assert 0.8 * 0.95 * capacity <= peaks[-1] <= 0.95 * capacity
 
 
+def test_without_room_to_measure_a_block_the_error_is_of_memory() -> None:
+    with device.capacity(0, 5 << 20), pytest.raises(torch.OutOfMemoryError):
+        training = Training()
+        actckpt.apply(training.model, budget=5 << 20)
+        training.gradients()
+
+
 def test_after_a_forward_ran_out_of_memory_plans_need_less(expected: list[torch.Tensor]) -> None:
     training = Training()
     actckpt.apply(training.model, budget=20 << 20, race=False)
