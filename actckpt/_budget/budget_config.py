@@ -11,7 +11,7 @@ import torch
 from actckpt._budget.running import device_of
 from actckpt._budget.sizes import activation_budget_bytes, budget_bytes
 from actckpt._core import devices, simulated
-from actckpt._core.storages import gradient_of, storages_of
+from actckpt._core.storages import gradient_of, storages_of, tensors_in
 from actckpt._offload import stores
 from actckpt._text.suggestions import did_you_mean
 from actckpt.action import Action
@@ -81,16 +81,16 @@ class BudgetConfig:
             inflight_bytes = stores.inflight_bytes(device)  # first: the call releases finished copies
             return allocator.allocated_bytes(device) - inflight_bytes + more_bytes, []
         gradients = [gradient for each in model.parameters() if (gradient := gradient_of(each)) is not None]
-        held = [*model.parameters(), *model.buffers(), *self.optimizer_states()]
+        states = [
+            list(each.values()) for one in self.optimizers for each in one.state.values() if isinstance(each, dict)
+        ]
+        held = [*model.parameters(), *model.buffers(), *states]
         return _bytes_on(device, held) + more_bytes, gradients
 
-    def optimizer_bytes(self, device: torch.device) -> int:
-        return _bytes_on(device, self.optimizer_states())
-
-    def optimizer_states(self) -> list[object]:
-        """Return the optimizers' state per parameter."""
+    def optimizer_states(self) -> list[torch.Tensor]:
+        """Return the tensors of the optimizers' state."""
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
-        return [list(state.values()) for state in states if isinstance(state, dict)]
+        return [*tensors_in(states)]
 
     def budget_bytes(self, model: torch.nn.Module, plain_bytes: Callable[[], float]) -> float:
         """Return the budget in bytes, for a kind of cycle whose peak without actckpt is `plain_bytes`."""

@@ -45,8 +45,8 @@ def _types(module: torch.nn.Module) -> list[str]:
 
     Libraries replace a module's class by a subclass (sharding, parametrizations).
     """
-    module = getattr(module, "_orig_mod", module)
-    return [base.__name__ for base in type(module).__mro__[: type(module).__mro__.index(torch.nn.Module)]]
+    bases = type(getattr(module, "_orig_mod", module)).__mro__
+    return [base.__name__ for base in bases[: max(bases.index(torch.nn.Module), 1)]]
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, list[Any]]:

@@ -79,10 +79,11 @@ class _HeldOptimizer:
             for parameter, state in optimizer.state.items()
         }
 
-    def put_back(self) -> None:
+    def put_back(self, *, keeps_new: bool) -> None:
         for group, settings in zip(self.optimizer.param_groups, self._groups, strict=True):
             group.update(copy.deepcopy(settings))
-        self.optimizer.state.clear()
+        if not keeps_new:
+            self.optimizer.state.clear()
         for parameter, state in self._states.items():
             self.optimizer.state[parameter] = {
                 name: value.put_back() if isinstance(value, _Held) else copy.deepcopy(value)
@@ -158,8 +159,12 @@ class TrainingState:
         tensors += [parameter.grad for parameter, _ in self._gradients]
         return [b"" if tensor is None or tensor.is_meta else _hash(tensor) for tensor in tensors]
 
-    def put_back(self) -> None:
-        """Restore everything, in the same tensors."""
+    def put_back(self, *, keeps_new: bool = False) -> None:
+        """Restore everything, in the same tensors.
+
+        Args:
+            keeps_new: keep optimizer state that was made since, as later training steps would find it.
+        """
         for held in self._parameters.values():
             held.put_back()
         for module, name, buffer in self._buffers:
@@ -167,7 +172,7 @@ class TrainingState:
         for parameter, gradient in self._gradients:
             parameter.grad = None if gradient is None else gradient.put_back()
         for optimizer in self._optimizers:
-            optimizer.put_back()
+            optimizer.put_back(keeps_new=keeps_new)
         set_random_state(self._random)
         for generator, state in self._generators:
             generator.set_state(state)

@@ -171,7 +171,7 @@ class AllocatorMeter(_Observer):
             _see(self.device)
             self._num_muted = num
 
-    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+    def left_bytes(self, counted: list[torch.Tensor]) -> int:
         return 0  # the allocator counts it already
 
     def end(self) -> None:

@@ -50,11 +50,12 @@ class Leftovers:
         return self._config.is_total or torch.is_autocast_enabled(device_of(self._model).type) or self._is_much
 
     def nbytes(self, kind: Kind | None, gradients: list[torch.Tensor], *, accumulates: bool) -> int:
-        """Return the bytes that count when a cycle of this kind starts, without those of the gradients."""
+        """Return the bytes that count when a cycle of this kind starts, without gradients and optimizer state."""
         if kind is None or not (accumulates or self._config.is_total):
             return 0
         if self._meters is not None:
-            kind.left_bytes = sum(meter.left_bytes(gradients) for meter in self._meters)
+            counted = [*gradients, *self._config.optimizer_states()]
+            kind.left_bytes = sum(meter.left_bytes(counted) for meter in self._meters)
         return kind.left_bytes
 
     def meters(self, is_metered: bool, *, accumulates: bool) -> bool:

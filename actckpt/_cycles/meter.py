@@ -58,7 +58,7 @@ class Meter(Protocol):
     def end(self) -> None:
         """Stop counting."""
 
-    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
+    def left_bytes(self, counted: list[torch.Tensor]) -> int:
         """Return the bytes it counted that are still alive, without these tensors. Called once it has ended."""
 
 
@@ -104,8 +104,8 @@ class _ModeMeter(LiveStorages):
         if not self._num_muted:
             super()._note_output(storage, is_new=is_new)
 
-    def left_bytes(self, gradients: list[torch.Tensor]) -> int:
-        known = [storage for storage in storages_of(gradients) if self._entry(storage) is not None]
+    def left_bytes(self, counted: list[torch.Tensor]) -> int:
+        known = [storage for storage in storages_of(counted) if self._entry(storage) is not None]
         return self.live_bytes - sum(storage.nbytes() for storage in known)
 
     @contextlib.contextmanager

@@ -82,19 +82,19 @@ def settled_loop(
 
 
 def _repeat(step: Step, state: TrainingState, most: int, until: Callable[[], bool]) -> None:
-    """Run a step from the same state until a condition holds."""
+    """Run a step from the same state until a condition holds.
+
+    Optimizer state that the first one made stays, since it is there in each later training step.
+    """
     for _ in range(most):
         if until():
             break
-        state.put_back()
+        state.put_back(keeps_new=True)
         step()
 
 
 class _OutsideCycles:
-    """Counts memory of a step that its cycle does not see, since that begins at the forward of the model.
-
-    1. What the step allocates before the forward, and frees: a batch that it loads.
-    2. State of the optimizer. Each step of `plan` starts without it, and each later training step with it.
+    """Counts what a step allocates before the forward of the model, where its cycle begins, and frees: a batch.
 
     Enter it around the first step.
     """
@@ -103,17 +103,15 @@ class _OutsideCycles:
         self._config, self._device, self._thread = config, device_of(model), threading.get_ident()
         self._live = LiveStorages(parameters=model.parameters(), device=self._device)
         self._contexts = contextlib.ExitStack()
-        #: Bytes alive when the forward begins; those of them that the step frees, and of the optimizer's state.
-        self._begin_bytes = self._freed_bytes = self._state_bytes = 0
+        #: Bytes alive when the forward begins, and those of them that the step frees.
+        self._begin_bytes = self._freed_bytes = 0
 
     def nbytes(self) -> int:
         """Return the bytes that count in a cycle that begins now."""
         self._begin_bytes = self._begin_bytes or self._live.live_bytes
         if threading.get_ident() == self._thread:  # a mode leaves only the stack of its own thread
             self._contexts.close()
-        if not self._config.is_total:
-            return self._freed_bytes
-        return self._freed_bytes + max(0, self._state_bytes - self._config.optimizer_bytes(self._device))
+        return self._freed_bytes
 
     def __enter__(self) -> None:
         if not self._config.is_total or devices.counting(self._device) is None:  # else the allocator counts it
@@ -123,7 +121,6 @@ class _OutsideCycles:
         self._contexts.close()
         # What stays alive exists before the next step: caches that the first step fills.
         self._freed_bytes = max(self._begin_bytes - self._live.live_bytes, 0)
-        self._state_bytes = self._config.optimizer_bytes(self._device)
 
 
 @contextlib.contextmanager

@@ -82,6 +82,18 @@ def test_what_libraries_make_of_a_type_holds() -> None:
     assert actckpt.apply(copy.deepcopy(model), policy=plan) == ("0", "1", "2", "3")
 
 
+def test_blocks_of_the_type_module_have_plans() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Module() for _ in range(3)))
+    for block in model:
+        block.up, block.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+        block.forward = lambda x, block=block: block.down(block.up(x).relu())
+    x = torch.ones(4, 8)
+    plan = actckpt.plan(
+        lambda: model(x).sum().backward(), model=model, blocks="*", activation_budget="100%", race=False
+    )
+    assert actckpt.apply(model, policy=plan) == ("0", "1", "2")
+
+
 def test_the_plan_of_a_training_holds_for_its_model_alone(tmp_path) -> None:
     model, x = _model(), torch.randn(64, 16)
     actckpt.apply(model, activation_budget="80%", race=False)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from on_device import random_states
 from oracle import assert_equal, gradients
+from peaks import counted
 from residual_mlp import Mlp, mlps
 from torch import Tensor, nn
 
@@ -336,6 +337,37 @@ def test_budgets_count_the_state_of_all_optimizers() -> None:
         sum(value.nbytes for state in each.state.values() for value in state.values()) for each in training.optimizers
     ]
     assert peaks[1] - peaks[0] == states[0] and peaks[2] - peaks[1] == states[1]
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_plan_counts_the_state_that_its_optimizers_make_once(is_in_backward: bool) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)))
+    model, x = model.to(on_device.device_type), torch.randn(32, 64, device=on_device.device_type)
+    parameters = list(model.parameters())
+    optimizers = [torch.optim.AdamW([parameter]) for parameter in parameters]
+    states: list[Tensor] = [parameter.detach() for parameter in parameters]
+    peaks: list[int] = []
+
+    def update(index: int) -> None:
+        optimizers[index].step()
+        parameters[index].grad = None
+
+    for index, parameter in enumerate(parameters if is_in_backward else ()):
+        parameter.register_post_accumulate_grad_hook(lambda _, index=index: update(index))
+
+    def step() -> None:
+        with counted(model, total=True, held=states) as found:
+            model(x).square().sum().backward()
+        peaks.append(found.peak_bytes)
+        for index in range(0 if is_in_backward else len(parameters)):
+            update(index)
+
+    plan = actckpt.plan(step, model=model, optimizer=optimizers, budget="1GiB", race=False)
+    assert not any(each.state for each in optimizers)
+    step()
+    states += [value for each in optimizers for state in each.state.values() for value in state.values()]
+    step()
+    assert plan.peak_bytes == pytest.approx(peaks[-1], rel=0.01)
 
 
 def test_an_update_without_an_optimizer_is_named() -> None:
