@@ -14,6 +14,7 @@ what kernels write that no operator calls. The audit of reruns raises where thes
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ from actckpt.policies import PerOp
 
 __all__ = ["FirstCalls"]
 
-#: Maximum number of calls that hold results while no rerun ends: a block may never be rerun.
+#: Maximum number of calls whose graphs are alive that hold results, while no rerun ends.
 _MOST_CALLS = 16
 _NOT_REPEATABLE = WarningText(
     "apply: in {block}, {operator} returns other values when it runs again with the same arguments. Its first results "
@@ -83,7 +84,13 @@ class FirstCalls:
 
     def _contexts(self) -> tuple[_Holding, _Giving]:
         calls: list[_Call | None] = []
-        return _Holding(calls), _Giving(calls, self)
+        giving = _Giving(calls, self)
+        weakref.finalize(giving, self._gone).atexit = False
+        return _Holding(calls), giving
+
+    def _gone(self) -> None:
+        """The graph of a call is gone, perhaps without a backward."""
+        self._num_left += 1
 
     def end(self, different: list[str]) -> None:
         """A rerun has ended.

@@ -286,6 +286,14 @@ class _Called(nn.Module):
         return self.function(x)
 
 
+def test_they_are_found_after_forwards_without_a_backward(operator: str) -> None:
+    expected, model = _gradients(Model(DISPATCHES[operator])), _applied(DISPATCHES[operator])
+    for _ in range(19):
+        _losses(model, 1)
+    with _found(operator):
+        assert_equal(_gradients(model), expected)
+
+
 def test_calls_that_held_nothing_raise(operator: str) -> None:
     losses, _ = _losses(_applied(DISPATCHES[operator]), 19)
     with pytest.raises(
