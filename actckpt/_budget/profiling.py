@@ -46,8 +46,7 @@ from actckpt._budget.isolated_block import attributes_of, counts_calls, holds_in
 from actckpt._budget.profiled_block import OTHER, BlockProfile, Cast, ProfiledBlock, at_other_size, without_sizes
 from actckpt._budget.rng_usage import RngUsage
 from actckpt._budget.structure import BlockStructure, held_elsewhere, operator_seconds, run_recorded
-from actckpt._core import modes
-from actckpt._core.rescue import is_out_of_memory
+from actckpt._core import modes, rescue
 from actckpt._core.storages import storages_of, tensors_in
 from actckpt._rerun.held_call import ProfiledCall
 from actckpt._text.places import Place
@@ -253,7 +252,7 @@ def _explained(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
+        if rescue.is_out_of_memory(error):
             raise
         raise BlocksError(
             f"block {name!r} ran in the step, but not once more on its own, to be profiled: {type(error).__name__}: "
