@@ -105,7 +105,7 @@ class _State:
         call: tuple[tuple[Any, ...], dict[str, Any]],
         changing: Container[int],
     ) -> None:
-        self._call = call
+        self._block, self._call = block, call
         self._began_at = torch_private.next_sequence_number()
         self._operations = rescue.num_operations()
         self._inputs = [(tensor, version_of(tensor)) for tensor in tensors_in(call)]
@@ -154,7 +154,23 @@ class _State:
         gc.collect()
         tensors = (each for each in gc.get_objects() if issubclass(type(each), Tensor))
         nodes = (node for tensor in tensors if (node := torch_private.node_of(tensor)) is not None)
-        return any(torch_private.sequence_number(node) >= self._began_at for node in nodes)
+        # Each thread numbers its own nodes, so those of other threads may have larger numbers, too.
+        return any(torch_private.sequence_number(node) >= self._began_at and self._leads_here(node) for node in nodes)
+
+    def _leads_here(self, node: Any) -> bool:
+        """Return whether a graph contains parameters or inputs of the call."""
+        inputs = [tensor for tensor, _ in self._inputs]
+        leaves = set(map(id, (*inputs, *self._block.parameters())))
+        made = [found for tensor in inputs if (found := torch_private.node_of(tensor)) is not None]
+        seen, left = {node}, [node]
+        while left:
+            node = left.pop()
+            if node in made or id(getattr(node, "variable", None)) in leaves:
+                return True
+            new = {before for before, _ in node.next_functions if before is not None} - seen
+            seen |= new
+            left += new
+        return False
 
     def put_back(self) -> None:
         """Restore random state and buffers."""

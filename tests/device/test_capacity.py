@@ -92,7 +92,7 @@ def test_after_a_forward_ran_out_of_memory_plans_need_less(expected: list[torch.
     for _ in range(4):
         assert_equal(training.gradients(), expected)
     assert actckpt.stats().rescued_forwards == 1
-    assert 0.85 * before_bytes < training.plan.peak_bytes <= 0.9 * before_bytes
+    assert training.plan.peak_bytes < 0.92 * before_bytes
 
 
 def test_a_plan_is_found_on_a_device_that_is_too_small_for_the_plain_step(expected: list[torch.Tensor]) -> None:

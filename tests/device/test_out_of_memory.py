@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -141,10 +142,25 @@ _CHANGES: dict[str, Callable[[Block, Tensor], object]] = {
 }
 
 
+def _made_in_a_thread() -> Tensor:
+    """Return a tensor whose node has a larger number than those of a step."""
+    made = [torch.ones(2, requires_grad=True)]
+
+    def run() -> None:
+        for _ in range(4000):
+            made[0] = made[0].detach().requires_grad_() * 1.0
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
 @pytest.mark.parametrize("change", [None, *_CHANGES])
 def test_a_forward_runs_again_unless_that_could_change_results(change: str | None, expected: list[Tensor]) -> None:
     step = Step(_budgeted)
     block, failed = step.model.layers[1], []
+    other = _made_in_a_thread()  # a thread numbers its nodes anew
 
     class FailsOnce(Block):
         losses: ClassVar[list[Tensor]] = []
@@ -164,7 +180,7 @@ def test_a_forward_runs_again_unless_that_could_change_results(change: str | Non
     else:
         with pytest.raises(torch.OutOfMemoryError, match="no memory left"):
             step.results()
-    assert actckpt.stats().rescued_forwards == (change is None)
+    assert actckpt.stats().rescued_forwards == (change is None) and other.grad_fn is not None
 
 
 def _text(error: BaseException) -> str:
