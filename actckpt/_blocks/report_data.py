@@ -20,7 +20,7 @@ _NO_PLAN = (
     "gradients of the model that was given to apply, and not under torch.compile."
 )
 _STEP_OF_PLAN = "a step of the plan. Of blocks that run as they are, it has what the plan says."
-_NO_STEP_OF_PLAN = "No step of this plan was recorded yet: its next step is."
+_NO_STEP_OF_PLAN = "No step of this plan is recorded yet. The next one will be."
 _REMOVED = "The last report before actckpt.remove: nothing is checkpointed now."
 _NOT_RUN = "Nothing was recorded: no block has run yet. Run a step, forward and backward."
 _KEEP = "policy='keep'"

@@ -75,7 +75,8 @@ def _run(args: argparse.Namespace) -> int:
         with applying:
             _run_program(args)
     finally:
-        _say(applying.report(path) + _passed_on(args, applying))
+        if applying.has_model or not isinstance(sys.exc_info()[1], Exception):  # else its error says more
+            _say(applying.report(path) + _passed_on(args, applying))
     return 0
 
 

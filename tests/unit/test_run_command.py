@@ -201,8 +201,8 @@ def test_a_program_whose_model_has_no_blocks_says_so(
 @pytest.mark.parametrize(
     ("text", "options", "error", "said"),
     [
-        ("block(4)(torch.ones(1, 4)); 1 / 0", [], ZeroDivisionError("division by zero"), "nothing was checkpointed"),
-        ("raise BrokenPipeError('mine')", [], BrokenPipeError("mine"), "nothing was checkpointed"),
+        ("block(4)(torch.ones(1, 4)); 1 / 0", [], ZeroDivisionError("division by zero"), ""),
+        ("raise BrokenPipeError('mine')", [], BrokenPipeError("mine"), ""),
         ("sys.exit(7)", [], SystemExit(7), "nothing was checkpointed"),
         ("sys.exit(2)", ["--budget=1GiB"], SystemExit(2), "options of actckpt run stand before"),
     ],
@@ -216,7 +216,8 @@ def test_what_a_program_raises_leaves_and_modules_are_called_by_torch_again(
         cli.main(["run", path, *options])
     assert raised.value.args == error.args
     assert torch.nn.Module.__call__ is before
-    assert said in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert said in shown if said else not shown
 
 
 def test_a_launcher_runs_the_module_whose_exit_handlers_find_it(tmp_path: Path) -> None:
