@@ -674,6 +674,7 @@ def _penalized(kind: str) -> Program:
     """The loss of a critic, with a penalty on its gradient at inputs: backward runs through a backward."""
     model = Net(lambda net, x: net.head(chain(net, x)), [Configured(16) for _ in range(5)], head=nn.Linear(16, 1))
     x = torch.randn(64, 16)
+    other = x.cos()  # made in a step before its forward, it would not count
 
     def penalty() -> Tensor:
         mixed = x.clone().requires_grad_()
@@ -685,7 +686,7 @@ def _penalized(kind: str) -> Program:
             penalty().backward()
         first = penalty() if kind in ("alone", "first") else torch.zeros(())
         if kind != "alone":
-            first = first + model(x.cos()).mean() - model(x).mean()
+            first = first + model(other).mean() - model(x).mean()
         (first + penalty() if kind == "last" else first).backward()
 
     return model, step
