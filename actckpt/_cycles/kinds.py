@@ -28,8 +28,9 @@ from actckpt.planner.simulation import needs
 
 __all__ = ["BudgetConfig", "Kind"]
 
-#: Maximum number of correction rounds, and the share of the budget that may stay unused while values are dropped.
-_MOST_ROUNDS, _UNUSED = 3, 0.02
+#: Maximum number of correction rounds, and of further ones under lower limits if no plan has fit; the share of the
+#: budget that may stay unused while values are dropped.
+_MOST_ROUNDS, _MOST_LOWER_LIMITS, _UNUSED = 3, 2, 0.02
 #: A plan that offloads and exceeds both budget and prediction by more than this share frees less than expected.
 _HELD = 0.02
 #: Static bytes count as changed beyond this share (if lower: in 16 cycles in a row); a budget of free memory, read
@@ -94,7 +95,7 @@ class Kind:
         self._forward_keys: list[Any] = []
         self._measured_keys: list[Any] = []
         self._static_bytes = self._budget_bytes = 0.0
-        #: What plans may need, if the device did not have the memory of an earlier one.
+        #: What plans may need, if the device did not have the memory of an earlier one, or earlier ones needed more.
         self._most_bytes = math.inf
         self._num_cycles = self._num_measured = self._num_less = 0
         self._num_excesses = 0
@@ -306,8 +307,10 @@ class Kind:
             fitting or self._attempts, key=lambda each: each[0].overhead_seconds if fitting else each[1]
         )
         fits = bool(fitting)
-        if not fits and self._stop_offloading():
+        if not fits and (self._leave_room(cycle, peak_bytes) or self._stop_offloading()):
             return
+        if not fits:
+            self._most_bytes = math.inf
         if self._model.num_orders > 1 or not self._is_alike(cycle):
             peak_bytes = max(peak_bytes, best.peak_bytes)
         self.plan = dataclasses.replace(best, peak_bytes=peak_bytes)
@@ -351,6 +354,13 @@ class Kind:
         self._solve(cycle.static_bytes)
         known = [(other.actions, other.rerun) for other, _ in self._attempts]
         return self.plan is not None and (self.plan.actions, self.plan.rerun) not in known
+
+    def _leave_room(self, cycle: Cycle, peak_bytes: float) -> bool:
+        """Solve for as much less as the best plan exceeded the budget; return whether that leads to another plan."""
+        if len(self._attempts) > _MOST_ROUNDS + _MOST_LOWER_LIMITS or self._infeasible_error is not None:
+            return False
+        self._most_bytes = self._limit_bytes - (peak_bytes - self._budget_bytes)
+        return self._solve_again(cycle)
 
     def _begin_trials(self) -> None:
         assert self.plan is not None and self._model is not None
